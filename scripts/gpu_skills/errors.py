@@ -1,0 +1,375 @@
+"""Every error a user can meet, with the code agents branch on and the exit code scripts branch on.
+
+GpuError
+├── Failed            exit 1   it was tried and did not work
+│   ├── Bug                    a defect of ours: traceback in the debug log
+│   ├── RemoteError            the machine or the way to it
+│   └── JobError               the user's own code
+├── UsageError        exit 2   the call or a file is wrong: fix it and call again
+│   ├── ConfigError
+│   └── StateError
+├── Refused           exit 3   a policy, mode or safety rule; nothing was done
+├── ApprovalNeeded    exit 4   a human has to agree; the text to show is in the output
+├── ProviderError     exit 5   the provider refused, has no capacity, or is unreachable
+└── Uncertain         exit 6   it may have happened: run the printed command
+
+Levels follow what the caller can do next. A class is one code; codes belong to one exit each and are never reused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class GpuError(Exception):
+    """Base of all. Build with the template's fields as keywords; extra keywords go to `details` only.
+
+    `next_step` may hold the same fields. Keep values printable: `one_line` escapes control characters.
+    """
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+    template: ClassVar[str] = "{message}"
+    next_step: str = "gpu doctor"
+    retryable: ClassVar[bool] = False
+    may_be_billing: ClassVar[bool] = False
+
+    def __init__(self, message: str | None = None, *, next_step: str | None = None, **details: Any):
+        self.details = details
+        if message is None:
+            message = self.template.format(**details)
+        self.message = one_line(message)
+        step = next_step if next_step is not None else type(self).next_step
+        try:
+            step = step.format(**details)
+        except (KeyError, IndexError, ValueError):
+            pass
+        self.next_step = one_line(step)
+        super().__init__(self.message)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "message": self.message,
+            "next_step": self.next_step,
+            "retryable": self.retryable,
+            "may_be_billing": self.may_be_billing,
+            "details": self.details,
+        }
+
+
+def one_line(text: str, *, limit: int = 600) -> str:
+    """Make foreign text safe for one terminal line: control characters escaped, long text cut in the middle."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(shown) > limit:
+        shown = shown[: limit - 120] + " … " + shown[-110:]
+    return shown
+
+
+# exit 1 ------------------------------------------------------------------------------------------------------------
+
+
+class Failed(GpuError):
+    exit_code = 1
+
+
+class Bug(Failed):
+    code = "bug"
+    template = "internal error: {message}"
+    next_step = "run the same command with --debug and report the log it names"
+
+
+class RemoteError(Failed):
+    code = "remote_error"
+
+
+class Unreachable(RemoteError):
+    code, retryable = "unreachable", True
+    template = "{host} did not answer: {reason}"
+    next_step = "ssh {host} true"
+
+
+class HostKeyMismatch(RemoteError):
+    code = "host_key_mismatch"
+    template = "the host key of {host} is {found}, pinned is {pinned}"
+    next_step = "find out why it changed; if it is right: gpu machine forget-key {machine}"
+
+
+class AuthFailed(RemoteError):
+    code = "ssh_auth_failed"
+    template = "{host} accepts none of our keys for user {user}: {reason}"
+    next_step = "ssh {host} true"
+
+
+class MachineLacks(RemoteError):
+    code = "machine_lacks"
+    template = "{host} has no {what}"
+    next_step = "install {what} on {host} and run the command again"
+
+
+class CommandFailed(RemoteError):
+    code = "command_failed"
+    template = "{what} failed on {host}: {reason}"
+
+
+class ProtocolError(RemoteError):
+    """The far end answered what its runner never says: a shell that prints, a broken proxy, or malice."""
+
+    code = "unexpected_answer"
+    template = "{host} answered something else than our runner: {reason}"
+    next_step = "ssh {host} true"
+
+
+class MachineDiskFull(RemoteError):
+    code = "machine_disk_full"
+    template = "the disk of {host} is full: {reason}"
+    next_step = "free space on {host}, then run the command again; what was sent is kept"
+
+
+class TransferIncomplete(RemoteError):
+    code, retryable = "transfer_incomplete", True
+    template = "the transfer stopped: {reason}"
+    next_step = "run the same command again: it goes on where it stopped"
+
+
+class HashMismatch(RemoteError):
+    code, retryable = "hash_mismatch", True
+    template = "{path} arrived changed: SHA-256 is {found}, expected {expected}"
+    next_step = "run the same command again"
+
+
+class UnsafeManifest(RemoteError):
+    code = "unsafe_manifest"
+    template = "{host} lists outputs that cannot be trusted: {reason}"
+    next_step = "gpu job logs {job}"
+
+
+class JobError(Failed):
+    code = "job_error"
+
+
+class JobNotFound(JobError):
+    code = "job_not_found"
+    template = "no job {job} in this project"
+    next_step = "gpu job ls"
+
+
+class NoJobs(JobError):
+    code = "no_jobs"
+    template = "this project has no jobs yet"
+    next_step = "gpu job run -- CMD"
+
+
+class MissingProgram(Failed):
+    code = "missing_program"
+    template = "{program} is not installed here"
+    next_step = "install {program}"
+
+
+class DiskFull(Failed):
+    code = "disk_full"
+    template = "cannot write {path}: {reason}"
+    next_step = "free some space and run the command again"
+
+
+class NotWritable(Failed):
+    code = "not_writable"
+    template = "cannot write {path}: {reason}"
+    next_step = "make it writable for this user, or choose another place"
+
+
+# exit 2 ------------------------------------------------------------------------------------------------------------
+
+
+class UsageError(GpuError):
+    code = "usage"
+    exit_code = 2
+    next_step = "gpu --help"
+
+
+class ConfigError(UsageError):
+    code = "config_invalid"
+    template = "{file}: {problem}"
+    next_step = "edit {file}"
+
+
+class SchemaInvalid(UsageError):
+    code = "schema_invalid"
+    template = "{file}{at}: {problem}"
+    next_step = "edit {file}"
+
+
+class MissingCredential(UsageError):
+    code = "missing_credential"
+    template = "no credential for {provider}"
+    next_step = "gpu login {provider}"
+
+
+class NoProject(UsageError):
+    code = "no_project"
+    template = "no .pi/gpu in {directory} or above it"
+    next_step = "gpu init"
+
+
+class StateError(UsageError):
+    """A record on disk is not what its schema allows. Reported, never mended silently."""
+
+    code = "state_invalid"
+    template = "{file}{at}: {problem}"
+    next_step = "edit {file}, then: gpu doctor"
+
+
+# exit 3 ------------------------------------------------------------------------------------------------------------
+
+
+class Refused(GpuError):
+    code = "refused"
+    exit_code = 3
+
+
+class ModeForbids(Refused):
+    code = "mode_forbids"
+    template = "{command} is not allowed in mode {mode}"
+    next_step = "ask for mode {needed}, or leave it"
+
+
+class StateNewer(Refused):
+    code = "state_newer"
+    template = "{file} was written by a newer version ({found}; this one knows {known}): reading only"
+    next_step = "update gpu-skills"
+
+
+class StateBusy(Refused):
+    code, retryable = "state_busy", True
+    template = "{file} is held by {holder} for more than {waited_s} s"
+    next_step = "wait for it to end and run the command again"
+
+
+class ChangedMeanwhile(Refused):
+    code, retryable = "changed_meanwhile", True
+    template = "{file} was changed by someone else meanwhile"
+    next_step = "look at it and run the command again"
+
+
+class PolicyMissing(Refused):
+    code = "policy_missing"
+    template = "{file} cannot be read: {reason}"
+    next_step = "gpu init"
+
+
+class OverCeiling(Refused):
+    code = "over_ceiling"
+    template = "{what} of {value} exceeds the {ceiling} ceiling of {limit}"
+    next_step = "gpu policy show"
+
+
+class SecretShaped(Refused):
+    code = "secret_shaped"
+    template = "these look like credentials and would be uploaded: {paths}"
+    next_step = "exclude them in gpujob.yaml, or allow one by name: --allow-secret-file PATH"
+
+
+class UploadTooLarge(Refused):
+    code = "upload_too_large"
+    template = "{bytes} bytes to upload, the limit is {limit}; largest: {largest}"
+    next_step = "exclude data in gpujob.yaml and let the job download it"
+
+
+class InputMissing(Refused):
+    code = "input_missing"
+    template = "required inputs would not be on the machine: {paths}"
+    next_step = "create them or take them out of exclude"
+
+
+class UnsafeLink(Refused):
+    code = "unsafe_link"
+    template = "links that leave the directory: {paths}"
+    next_step = "replace them with copies or exclude them in gpujob.yaml"
+
+
+class NotCollected(Refused):
+    code = "not_collected"
+    template = "outputs not collected: {jobs}"
+    next_step = "gpu job pull"
+
+
+class JobRunning(Refused):
+    code = "job_running"
+    template = "job {job} is running"
+    next_step = "gpu job cancel {job}"
+
+
+class NetworkDenied(Refused):
+    code = "network_denied"
+    template = "the operating system refuses this process the network ({reason}); nothing was sent"
+    next_step = "read docs/external-access.md"
+
+
+# exit 4 ------------------------------------------------------------------------------------------------------------
+
+
+class ApprovalNeeded(GpuError):
+    code = "approval_missing"
+    exit_code = 4
+
+
+# exit 5 ------------------------------------------------------------------------------------------------------------
+
+
+class ProviderError(GpuError):
+    code = "provider_error"
+    exit_code = 5
+
+
+class NoCapacity(ProviderError):
+    code = "no_capacity"
+    template = "{message}"
+
+
+class CannotSatisfy(ProviderError):
+    code = "cannot_satisfy"
+    template = "{provider} has {found}, the project needs {wanted}"
+    next_step = "gpu init --provider PROVIDER, or lower compute.min_vram_gb in gpu.yaml"
+
+
+class Unavailable(ProviderError):
+    code, retryable = "unavailable", True
+
+
+# exit 6 ------------------------------------------------------------------------------------------------------------
+
+
+class Uncertain(GpuError):
+    exit_code = 6
+    code = "uncertain"
+
+
+class OutcomeUnknown(Uncertain):
+    code = "outcome_unknown"
+    template = "{what} was sent to {host} and the answer never came"
+    next_step = "gpu job status {job}"
+
+
+class LedgerTorn(Uncertain):
+    code = "ledger_torn"
+    template = "{file} has a torn line at byte {offset}"
+    next_step = "gpu ledger verify"
+
+
+# exit codes of `gpu job run` that are not ours to choose ---------------------------------------------------------------
+EXIT_GPU_FAILED = 125  # every failure of gpu itself; the class is in the JSON and on the last stderr line
+EXIT_TIMEOUT = 124
+EXIT_CANCELLED = 130
+
+
+def all_errors() -> list[type[GpuError]]:
+    """Every class of the tree, parents before children."""
+    found: list[type[GpuError]] = []
+
+    def walk(cls: type[GpuError]) -> None:
+        found.append(cls)
+        for child in cls.__subclasses__():
+            walk(child)
+
+    walk(GpuError)
+    return found
