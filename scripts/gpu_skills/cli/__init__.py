@@ -1,0 +1,1 @@
+"""The command line: one file per noun, each verb's parser, help and text together. Nothing here decides; it calls one function below."""

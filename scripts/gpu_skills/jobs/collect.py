@@ -1,0 +1,129 @@
+"""Bring a job's outputs home: only what differs, every file verified, renamed into place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_skills.clock import Clock, timestamp
+from gpu_skills.errors import DiskFull, NotWritable
+from gpu_skills.jobs.follow import read_log
+from gpu_skills.jobs.observe import fetch_manifest
+from gpu_skills.jobs.records import JobFolder
+from gpu_skills.lifecycle.connect import Link
+from gpu_skills.remote.transfer import DownloadReport, download
+from gpu_skills.state import files
+from gpu_skills.state.project import Project
+
+LOG_KEPT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Collected:
+    job: str
+    destination: Path
+    report: DownloadReport
+    files: int
+    bytes: int
+    final: bool
+    skipped: list[dict[str, Any]]
+
+
+def pull(
+    project: Project,
+    clock: Clock,
+    link: Link,
+    job: str,
+    *,
+    destination: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    force: bool = False,
+) -> Collected:
+    """Download what changed and record what was verified. While the job runs, files that move are left for next time.
+
+    force: do not trust what earlier pulls verified; hash everything here again.
+    """
+    folder = JobFolder(project, job)
+    destination = destination or folder.outputs
+    with folder.collecting():
+        entries, summary = fetch_manifest(project, link, job)
+        final = bool(summary.get("final"))
+        _make_folder(destination)
+        report = download(
+            link.session,
+            link.bulk,
+            project.project_id,
+            job,
+            entries,
+            destination,
+            progress=progress,
+            still_running=not final,
+            cache_path=folder.path / "verified.json",
+            trust_cache=not force,
+        )
+        listed = [e for e in entries if not e.is_dir]
+        skipped = [s for s in summary.get("skipped", []) if isinstance(s, dict)][:200]
+        folder.write(
+            "manifest",
+            {
+                "final": final,
+                "files": [{"path": e.display, "bytes": e.size, "sha256": e.sha256} for e in listed],
+                "skipped": skipped,
+            },
+        )
+        if final:
+            _keep_log(project, link, folder)
+        folder.write(
+            "collected",
+            {
+                "at": timestamp(clock.now()),
+                "final": final and not report.changing,
+                "files": len(listed) - len(report.changing),
+                "bytes": sum(e.size for e in listed),
+                "destination": str(destination),
+            },
+        )
+    return Collected(
+        job, destination, report, len(listed), sum(e.size for e in listed), final and not report.changing, skipped
+    )
+
+
+def is_collected(project: Project, job: str) -> bool:
+    """Whether everything the job left was verified here after its end."""
+    record = JobFolder(project, job).read("collected")
+    return bool(record and record.get("final"))
+
+
+def uncollected(project: Project, job: str) -> list[dict[str, Any]]:
+    """The outputs a release would lose, as far as the machine's last manifest says. Empty: nothing, or all collected."""
+    if is_collected(project, job):
+        return []
+    manifest = JobFolder(project, job).read("manifest")
+    return manifest["files"] if manifest else []
+
+
+def _keep_log(project: Project, link: Link, folder: JobFolder) -> None:
+    if folder.log.exists():
+        return
+    data, offset = bytearray(), 0
+    while len(data) < LOG_KEPT_BYTES:
+        piece = read_log(link, project.project_id, folder.job, offset=offset)
+        if piece.gap_bytes:
+            data += f"\n[gpu: {piece.gap_bytes} bytes of log were not kept]\n".encode()
+        if not piece.data:
+            break
+        data += piece.data
+        offset = piece.next
+    files.commit(folder.log, bytes(data))
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as exc:
+        raise NotWritable(path=str(path), reason="a file of that name is in the way") from exc
+    except OSError as exc:
+        error = DiskFull if exc.errno == 28 else NotWritable
+        raise error(path=str(path), reason=exc.strerror or str(exc)) from exc

@@ -1,0 +1,202 @@
+"""What became of the jobs on a machine: ask it, and write the one terminal ledger line of each that ended.
+
+Whichever command sees the end first writes it; the ledger takes only one per id.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+from gpu_skills.clock import Clock, timestamp
+from gpu_skills.economics.sharing import shared_seconds
+from gpu_skills.errors import StateBusy
+from gpu_skills.jobs.records import JobFolder
+from gpu_skills.lifecycle.connect import Link
+from gpu_skills.remote.tree import parse_manifest
+from gpu_skills.state import journal
+from gpu_skills.state.ledger import Ledger
+from gpu_skills.state.project import Project
+from gpu_skills.units import json_number, usd
+
+ARTIFACTS_IN_A_LINE = 50
+_EXITS = {"timeout": 124, "cancelled": 130}
+
+
+def open_jobs(ledger: Ledger, machine_id: str | None = None) -> list[dict[str, Any]]:
+    """Ledger lines of jobs without an end, oldest first."""
+    return [
+        line for line in ledger.open_jobs() if machine_id is None or line.get("machine_id", machine_id) == machine_id
+    ]
+
+
+def settle(project: Project, ledger: Ledger, clock: Clock, link: Link) -> dict[str, dict[str, Any]]:
+    """Ask the machine about every job of ours that has no end yet; write the ends. Returns its answers by job id."""
+    lines = open_jobs(ledger, link.machine.id)
+    if not lines:
+        return {}
+    answers = _ask(project, link, [line["id"] for line in lines])
+    for line in lines:
+        answer = answers.get(line["id"])
+        if answer is None:
+            continue
+        if answer["state"] == "unknown":
+            _never_started(project, ledger, clock, line)
+        elif answer["state"] != "running":
+            _write_end(project, ledger, link, line, answer, answers)
+    return answers
+
+
+def outputs_now(project: Project, link: Link, job: str) -> dict[str, Any]:
+    """The machine's manifest of a job's outputs as it is now, recorded in jobs/<id>/manifest.json."""
+    entries, summary = fetch_manifest(project, link, job)
+    record = {
+        "final": bool(summary.get("final")),
+        "files": [{"path": e.display, "bytes": e.size, "sha256": e.sha256} for e in entries if not e.is_dir],
+        "skipped": [s for s in summary.get("skipped", []) if isinstance(s, dict)][:200],
+    }
+    JobFolder(project, job).write("manifest", record)
+    return record
+
+
+def fetch_manifest(project: Project, link: Link, job: str):
+    chunks: list[bytes] = []
+    summary = link.session.call(
+        "manifest",
+        {"project": project.project_id, "job": job},
+        on_data=lambda header, data: chunks.append(data),
+        timeout_s=600,
+    )
+    return parse_manifest(chunks, host=link.host, job=job), summary
+
+
+def sync_events(project: Project, link: Link, job: str) -> None:
+    """Append what the machine recorded since last time to jobs/<id>/events.jsonl."""
+    import json
+
+    folder = JobFolder(project, job)
+    cursor = folder.read("events_cursor") or {"next": 0}
+    chunks: list[bytes] = []
+    answer = link.session.call(
+        "events",
+        {"project": project.project_id, "job": job, "offset": cursor["next"]},
+        on_data=lambda header, data: chunks.append(data),
+    )
+    events = []
+    for raw in b"".join(chunks).splitlines():
+        try:
+            event = json.loads(raw)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict):
+            events.append(event)
+    if events:
+        journal.append(folder.events, events)
+        folder.write("events_cursor", {"next": answer["next"]})
+
+
+def _ask(project: Project, link: Link, jobs: list[str]) -> dict[str, dict[str, Any]]:
+    answers: dict[str, dict[str, Any]] = {}
+    for first in range(0, len(jobs), 500):
+        reply = link.session.call("status", {"project": project.project_id, "jobs": jobs[first : first + 500]})
+        for status in reply["jobs"]:
+            if status.get("job") in jobs:
+                answers[status["job"]] = status
+    return answers
+
+
+def _write_end(
+    project: Project,
+    ledger: Ledger,
+    link: Link,
+    line: dict[str, Any],
+    answer: dict[str, Any],
+    answers: dict[str, dict[str, Any]],
+) -> None:
+    job = line["id"]
+    folder = JobFolder(project, job)
+    manifest = outputs_now(project, link, job)
+    sync_events(project, link, job)
+    duration_s = max(0.0, float(answer.get("duration_s") or 0.0))
+    started = datetime.fromisoformat(line["started_at"])
+    completed = datetime.fromtimestamp(started.timestamp() + duration_s, UTC)
+    ending: dict[str, Any] = {
+        "id": job,
+        "status": answer["state"],
+        "completed_at": timestamp(completed),
+        "duration_s": round(duration_s, 3),
+        "cost_usd": json_number(_cost_usd(project, ledger, link, job, answer, answers)),
+        "artifacts": [
+            {"name": f["path"], "uri": f"machine://{link.machine.id}/{job}/{f['path']}"}
+            for f in manifest["files"][:ARTIFACTS_IN_A_LINE]
+        ],
+        "exit_code": answer.get("exit_code"),
+    }
+    if answer["state"] != "succeeded":
+        ending["error"] = reason_text(answer)
+        ending["reason"] = answer.get("reason")
+    folder.write("ended", {k: answer.get(k) for k in ("state", "exit_code", "reason", "message", "duration_s", "outputs")})
+    ledger.finish(ending)
+
+
+def reason_text(answer: dict[str, Any]) -> str:
+    reason = answer.get("reason") or answer["state"]
+    message = answer.get("message")
+    return f"{reason}: {message}" if message else str(reason)
+
+
+def exit_code_of(answer: dict[str, Any]) -> int:
+    """What `gpu job run` exits with: the job's own code, and never 0 for a job that did not succeed."""
+    state = answer["state"]
+    if state in _EXITS:
+        return _EXITS[state]
+    code = answer.get("exit_code")
+    if state == "succeeded":
+        return 0
+    return code if isinstance(code, int) and 0 < code < 256 else 1
+
+
+def _cost_usd(
+    project: Project, ledger: Ledger, link: Link, job: str, answer: dict[str, Any], answers: dict[str, dict[str, Any]]
+) -> Decimal:
+    """This job's share of the machine's time at its rate, overlapping jobs sharing equally."""
+    rate = link.machine.rate_usd_hr
+    start, end = answer.get("started_at"), answer.get("ended_at")
+    if not rate or not isinstance(start, int | float) or not isinstance(end, int | float):
+        return usd(0)
+    others = []
+    for other in ledger.jobs_on(link.machine.id):
+        if other == job:
+            continue
+        status = answers.get(other) or JobFolder(project, other).read("interval")
+        if status and isinstance(status.get("started_at"), int | float):
+            stop = status.get("ended_at")
+            others.append((status["started_at"], stop if isinstance(stop, int | float) else float("inf")))
+    JobFolder(project, job).write("interval", {"started_at": start, "ended_at": end})
+    return usd(Decimal(str(shared_seconds(start, end, others))) * rate / 3600)
+
+
+def _never_started(project: Project, ledger: Ledger, clock: Clock, line: dict[str, Any]) -> None:
+    """The machine does not know it. While its submitter still holds the lock it may yet; afterwards it never will."""
+    folder = JobFolder(project, line["id"])
+    try:
+        with folder.submitting(timeout_s=0):
+            if folder.read("accepted") is None:
+                reason, message = "never_started", "the submitting command ended before the machine had the job"
+            else:
+                reason, message = "machine_forgot", "the machine has no trace of it any more"
+            ledger.finish(
+                {
+                    "id": line["id"],
+                    "status": "lost",
+                    "completed_at": timestamp(clock.now()),
+                    "duration_s": 0,
+                    "cost_usd": 0,
+                    "artifacts": [],
+                    "error": f"{reason}: {message}",
+                    "reason": reason,
+                }
+            )
+    except StateBusy:
+        return

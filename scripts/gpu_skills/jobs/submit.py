@@ -1,0 +1,159 @@
+"""Send a packed directory to a machine and start it there as a job.
+
+The order is the safety: everything that can fail without a trace (upload) comes before the id; then job.json, then the
+ledger's start line, then the one request that starts it. A start may be repeated: the machine knows it by id and nonce.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_skills.clock import Clock, timestamp
+from gpu_skills.errors import JobError, OutcomeUnknown, ProtocolError, RemoteError, TransferIncomplete, Unreachable
+from gpu_skills.jobs.pack import Packed
+from gpu_skills.jobs.records import JobFolder
+from gpu_skills.jobs.spec import JobSpec
+from gpu_skills.lifecycle.connect import Link
+from gpu_skills.remote.environment import job_environment
+from gpu_skills.remote.transfer import UploadReport, upload
+from gpu_skills.state.ledger import Ledger
+from gpu_skills.state.project import Project
+
+
+@dataclass(frozen=True)
+class Submitted:
+    job: str
+    upload: UploadReport
+    status: dict[str, Any]
+
+
+class StartRefused(JobError):
+    code = "start_refused"
+    template = "{host} did not start {job}: {reason}"
+    next_step = "gpu doctor"
+
+
+def send(project: Project, link: Link, packed: Packed, progress: Callable[[int, int], None] | None) -> UploadReport:
+    return upload(link.session, link.bulk, project.project_id, packed.tree, progress=progress)
+
+
+def start(
+    project: Project,
+    ledger: Ledger,
+    clock: Clock,
+    link: Link,
+    spec: JobSpec,
+    packed: Packed,
+    report: UploadReport,
+    *,
+    env_values: Mapping[str, str],
+    hf_token: str | None = None,
+    on_id: Callable[[str], None] = lambda job: None,
+) -> Submitted:
+    """Take an id, write what is sent, then start. env_values: the whole user environment, secret values included.
+
+    Raises OutcomeUnknown when the machine may have started it: `gpu job status` tells.
+    """
+    job = ledger.new_job_id()
+    on_id(job)
+    folder = JobFolder(project, job)
+    nonce = secrets.token_hex(8)
+    machine = link.machine
+    secret_names = sorted({*spec.secret_names, *(["HF_TOKEN"] if hf_token else [])})
+    with folder.submitting():
+        folder.write(
+            "job",
+            {
+                "id": job,
+                "nonce": nonce,
+                "machine_id": machine.id,
+                "provider": machine.provider,
+                "gpu": machine.gpu,
+                "rate_usd_hr": machine.rate_json,
+                "created_at": timestamp(clock.now()),
+                "spec": spec.to_record(),
+                "upload": {
+                    "tree": report.tree,
+                    "bytes_total": report.bytes_total,
+                    "bytes_sent": report.bytes_sent,
+                    "files_sent": report.files_sent,
+                    "left_out": [{"path": o.path, "bytes": o.bytes, "why": o.why} for o in packed.left_out[:200]],
+                },
+            },
+        )
+        ledger.start(
+            {
+                "id": job,
+                "deployment_id": None,
+                "machine_id": machine.id,
+                "provider": machine.provider,
+                "model": None,
+                "workflow": None,
+                "workflow_version": None,
+                "inputs": {"run": spec.run, "tree": report.tree, **({"label": spec.label} if spec.label else {})},
+                "gpu": machine.gpu,
+                "started_at": timestamp(clock.now()),
+            }
+        )
+        environment = job_environment(
+            link.session.greeting.root, project.project_id, job, user_env=env_values, hf_token=hf_token
+        )
+        request = {
+            "project": project.project_id,
+            "job": _wire_spec(job, nonce, report.tree, spec, secret_names),
+            "env": environment,
+        }
+        try:
+            status = _start_once_more(link, request)
+        except (Unreachable, TransferIncomplete, ProtocolError) as exc:
+            raise OutcomeUnknown(what=f"the start of {job}", host=link.host, job=job) from exc
+        except RemoteError as exc:  # the machine said no: nothing runs there
+            ledger.finish(
+                {
+                    "id": job,
+                    "status": "failed",
+                    "completed_at": timestamp(clock.now()),
+                    "duration_s": 0,
+                    "cost_usd": 0,
+                    "artifacts": [],
+                    "error": exc.message,
+                }
+            )
+            raise StartRefused(
+                host=link.host, job=job, reason=exc.message, next_step=exc.next_step, cause=exc.code
+            ) from exc
+        folder.write("accepted", {"at": timestamp(clock.now()), "state": status["state"]})
+    return Submitted(job, report, status)
+
+
+def _start_once_more(link: Link, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return link.session.call("start", request)
+    except (Unreachable, TransferIncomplete):
+        link.reopen()
+        return link.session.call("start", request)
+
+
+def _wire_spec(job: str, nonce: str, tree: str, spec: JobSpec, secret_names: list[str]) -> dict[str, Any]:
+    progress = None
+    if spec.progress is not None:
+        progress = {
+            "unit": spec.progress.unit,
+            "stall_s": spec.progress.stall_s,
+            "on_stall": spec.progress.on_stall,
+        }
+    return {
+        "id": job,
+        "nonce": nonce,
+        "tree": tree,
+        "run": spec.run,
+        "setup": spec.setup,
+        "timeout_s": spec.timeout_s,
+        "expect": list(spec.expect),
+        "progress": progress,
+        "label": spec.label,
+        "secret": secret_names,
+    }

@@ -1,0 +1,244 @@
+"""The machines of a project as `machines.json` holds them, and what setting one of the user's own up means.
+
+A machine id is derived from provider and host, so two set-ups at once agree on it and it outlives every session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from gpu_skills.clock import Clock, timestamp
+from gpu_skills.config import GpuConfig
+from gpu_skills.errors import CannotSatisfy, MachineLacks, NoCapacity, RemoteError
+from gpu_skills.providers.base import Offer, SshEndpoint
+from gpu_skills.state import registry
+from gpu_skills.state.project import Project
+from gpu_skills.units import json_number
+
+if TYPE_CHECKING:
+    from gpu_skills.lifecycle.connect import Link
+
+# A card reports less than its label: a T4 of "16 GB" shows 15,360 MiB or less, an L4 of "24 GB" 23,034.
+VRAM_TOLERANCE = 0.9
+
+
+@dataclass(frozen=True)
+class Machine:
+    """vram_gb: the size class of one GPU. endpoint None: this machine. session: what the machine was last told."""
+
+    id: str
+    provider: str
+    host: str
+    status: str = "requested"
+    rate_usd_hr: Decimal = Decimal(0)
+    gpu: str | None = None
+    gpu_count: int = 0
+    vram_gb: float | None = None
+    endpoint: SshEndpoint | None = None
+    root: str | None = None
+    session: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rate_json(self) -> int | float:
+        return json_number(self.rate_usd_hr)
+
+    def to_record(self) -> dict[str, Any]:
+        endpoint = None
+        if self.endpoint is not None:
+            endpoint = {k: v for k, v in vars(self.endpoint).items() if v is not None}
+        return {
+            **self.extra,
+            "id": self.id,
+            "provider": self.provider,
+            "instance_id": self.host,
+            "status": self.status,
+            "rate_usd_hr": self.rate_json,
+            "gpu": self.gpu,
+            "gpu_count": self.gpu_count,
+            "vram_gb": self.vram_gb,
+            "ssh": endpoint,
+            "root": self.root,
+            "session": self.session,
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Machine:
+        known = {"id", "provider", "instance_id", "status", "rate_usd_hr", "gpu", "gpu_count", "vram_gb", "ssh", "root", "session"}
+        ssh = record.get("ssh")
+        return cls(
+            id=record["id"],
+            provider=record["provider"],
+            host=str(record.get("instance_id") or record["id"]),
+            status=record["status"],
+            rate_usd_hr=Decimal(str(record.get("rate_usd_hr") or 0)),
+            gpu=record.get("gpu"),
+            gpu_count=int(record.get("gpu_count") or 0),
+            vram_gb=record.get("vram_gb"),
+            endpoint=SshEndpoint(**ssh) if isinstance(ssh, dict) else None,
+            root=record.get("root"),
+            session=record.get("session"),
+            extra={k: v for k, v in record.items() if k not in known},
+        )
+
+
+def machine_id(provider: str, host: str) -> str:
+    return "m_" + hashlib.sha256(f"{provider}\0{host}".encode()).hexdigest()[:10]
+
+
+def all_machines(project: Project) -> list[Machine]:
+    return [Machine.from_record(r) for r in registry.load(project, "machines")]
+
+
+def find(project: Project, id: str) -> Machine | None:
+    return next((m for m in all_machines(project) if m.id == id), None)
+
+
+def save(project: Project, machine: Machine) -> None:
+    registry.put(project, "machines", machine.to_record())
+
+
+def machine_of(offer: Offer) -> Machine:
+    return Machine(
+        id=machine_id(offer.provider, offer.offer_id),
+        provider=offer.provider,
+        host=offer.offer_id,
+        rate_usd_hr=offer.rate_usd_hr,
+        gpu=offer.gpu,
+        gpu_count=offer.gpu_count,
+        vram_gb=offer.vram_gb,
+        endpoint=offer.endpoint,
+        root=offer.root,
+    )
+
+
+# finding and setting up the project's machine ----------------------------------------------------------------------------
+
+
+def set_up(
+    project: Project,
+    config: GpuConfig,
+    offers: list[Offer],
+    *,
+    connect: Callable[[Machine], Link],
+    clock: Clock,
+    say: Callable[[str], None] = lambda line: None,
+) -> Link:
+    """A link to a machine of the user's own that satisfies gpu.yaml, with an open session on it.
+
+    Tried in order; with one candidate its own error is raised, with several one that lists them all.
+    """
+    problems: list[tuple[str, Exception]] = []
+    for offer in offers:
+        machine = machine_of(offer)
+        try:
+            link = connect(machine)
+        except RemoteError as exc:
+            problems.append((machine.host, exc))
+            continue
+        try:
+            link.machine = _measured(machine, link.session.call("probe", {}), config)
+            say(f"machine {link.machine.id} ({link.machine.host}): {describe_gpus(link.machine)}")
+            open_session(project, config, link, clock=clock)
+        except (RemoteError, CannotSatisfy) as exc:
+            link.close()
+            problems.append((machine.host, exc))
+            continue
+        except BaseException:
+            link.close()
+            raise
+        return link
+    if len(problems) == 1:
+        raise problems[0][1]
+    raise NoCapacity(
+        "no host of ours fits: " + "; ".join(f"{host}: {exc}" for host, exc in problems), next_step="gpu offers"
+    )
+
+
+def open_session(project: Project, config: GpuConfig, link: Link, *, clock: Clock) -> None:
+    """Make sure a session is open on the machine: one start of work, bounded by deadline and budget, ended by idleness.
+
+    The deadline is the earlier of `max_lifetime` and what `session_usd` buys at this rate; the machine enforces it.
+    """
+    current = link.session.call("session", {"project": project.project_id})["session"]
+    if current is None or current.get("expired_at") is not None:
+        deadline_in_s, reason = session_deadline(config, link.machine.rate_usd_hr)
+        wanted = {
+            "id": "s_" + secrets.token_hex(5),
+            "deadline_in_s": deadline_in_s,
+            "deadline_reason": reason,
+            "idle_timeout_s": config.lifecycle.idle_timeout_s,
+            "on_expiry": "record",
+        }
+        current = link.session.call("session", {"project": project.project_id, "session": wanted})["session"]
+    machine = replace(
+        link.machine,
+        status="ready",
+        session=current,
+        extra={**link.machine.extra, "last_seen_at": timestamp(clock.now())},
+    )
+    save(project, machine)
+    link.machine = machine
+
+
+def session_deadline(config: GpuConfig, rate_usd_hr: Decimal) -> tuple[float | None, str | None]:
+    """Seconds until billing must end and which limit says so: `max_lifetime` or `session_budget`, whichever is earlier."""
+    limits: list[tuple[float, str]] = []
+    if config.lifecycle.max_lifetime_s is not None:
+        limits.append((config.lifecycle.max_lifetime_s, "max_lifetime"))
+    if config.budget.session_usd is not None and rate_usd_hr > 0:
+        limits.append((float(config.budget.session_usd / rate_usd_hr * 3600), "session_budget"))
+    return min(limits) if limits else (None, None)
+
+
+def _measured(machine: Machine, probe: dict[str, Any], config: GpuConfig) -> Machine:
+    """The machine with the GPUs it really has. Raises MachineLacks or CannotSatisfy."""
+    if not probe.get("bash"):
+        raise MachineLacks(host=machine.host, what="bash")
+    gpus = [g for g in probe.get("gpus") or [] if isinstance(g, dict)]
+    need = config.compute
+    if need.min_vram_gb is not None or need.gpu is not None:
+        fitting = [
+            g
+            for g in gpus
+            if float(g.get("vram_mib") or 0) >= (need.min_vram_gb or 0) * 1024 * VRAM_TOLERANCE
+            and (need.gpu is None or _same_model(need.gpu, str(g.get("name"))))
+        ]
+        if len(fitting) < need.gpu_count:
+            found = ", ".join(f"{g.get('name')} {size_class_gb(g)} GB" for g in gpus)
+            wanted = f"{need.gpu_count} × {need.gpu or 'GPU'}"
+            if need.min_vram_gb is not None:
+                wanted += f" with {need.min_vram_gb:g} GB"
+            raise CannotSatisfy(
+                provider=f"{machine.provider} ({machine.host})", found=found or "no GPU", wanted=wanted
+            )
+        gpus = fitting
+    if not gpus:
+        return replace(machine, gpu_count=0)
+    return replace(machine, gpu=str(gpus[0].get("name")), gpu_count=len(gpus), vram_gb=size_class_gb(gpus[0]))
+
+
+def size_class_gb(gpu: dict[str, Any]) -> int:
+    """The nearest size a card is sold in: 23,034 MiB is a 24 GB card."""
+    gib = float(gpu.get("vram_mib") or 0) / 1024
+    sold = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 141, 180, 192, 288)
+    return min((s for s in sold if s >= gib - 0.6), default=round(gib), key=lambda s: abs(s - gib))
+
+
+def _same_model(wanted: str, found: str) -> bool:
+    def words(text: str) -> set[str]:
+        return set(text.upper().replace("_", " ").replace("-", " ").split()) - {"NVIDIA", "GEFORCE"}
+
+    return words(wanted) <= words(found)
+
+
+def describe_gpus(machine: Machine) -> str:
+    if not machine.gpu_count:
+        return "no GPU"
+    size = f" {machine.vram_gb:g} GB" if machine.vram_gb else ""
+    return f"{machine.gpu_count} × {machine.gpu}{size}"

@@ -1,0 +1,1 @@
+"""Where machines come from: one file per provider, one shape (base.py)."""
