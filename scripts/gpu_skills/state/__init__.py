@@ -1,0 +1,1 @@
+"""Records on disk: whole files, append-only files, and what can be asked of them."""

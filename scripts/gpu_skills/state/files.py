@@ -1,0 +1,266 @@
+"""Whole files that a crash leaves old or new, and the locks that keep writers apart."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import random
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from gpu_skills import units
+from gpu_skills.doors import door
+from gpu_skills.errors import Bug, ChangedMeanwhile, DiskFull, NotWritable, StateBusy, StateError
+from gpu_skills.state import strict_json
+
+ANY = object()  # `commit(expected=ANY)`: whatever is there may be replaced
+LOCK_TIMEOUT_S = 10.0
+MAX_RECORD_FILE_BYTES = 64 * 1024 * 1024
+
+# Locks are taken from left to right only, so that two commands can never wait for each other. A file that is not
+# named here comes last, by name.
+LOCK_ORDER = (
+    "accounts",
+    "project.json",
+    "policy.json",
+    "providers.json",
+    "machines.json",
+    "deployments.json",
+    "models.json",
+    "workflows.json",
+    "memory.json",
+    "approvals.jsonl",
+    "journal.jsonl",
+    "jobs.jsonl",
+    "charges.jsonl",
+)
+_held = threading.local()
+
+
+@door("state.files.commit")
+def commit(
+    path: Path, data: bytes, *, expected: bytes | None | object = ANY, mode: int = 0o600, durable: bool = True
+) -> None:
+    """Replace a file so that a crash leaves the old or the new content, never a mixture.
+
+    expected: what the caller read (None: no file). Something else on disk raises ChangedMeanwhile and writes nothing.
+    durable=False leaves out the fsyncs, for what can be made again from other files.
+    """
+    if expected is not ANY and read_bytes(path) != expected:
+        raise ChangedMeanwhile(file=path.name)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{random.getrandbits(32):08x}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            write_all(descriptor, data)
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, path)
+        if durable:
+            sync_directory(path.parent)
+    except OSError as exc:
+        _remove_quietly(temporary)
+        raise writing_failed(path, exc) from exc
+    except BaseException:
+        _remove_quietly(temporary)
+        raise
+
+
+def update(path: Path, function: Callable[[Any], Any], *, default: Any = None, attempts: int = 5) -> Any:
+    """Lock, read, `function(value)`, commit; return what was committed.
+
+    A change by hand between reading and committing is not overwritten: the function is applied again to what is there
+    now. It must therefore have no effects. `default` stands for a missing file. Nothing is written when nothing changes.
+    """
+    with lock(path):
+        for _ in range(attempts):
+            raw = read_bytes(path)
+            before = parse(raw, path) if raw is not None else default
+            after = function(before)
+            data = dumps_pretty(after)
+            if data == raw:
+                return after
+            try:
+                commit(path, data, expected=raw)
+                return after
+            except ChangedMeanwhile:
+                continue
+    raise ChangedMeanwhile(file=path.name)
+
+
+@contextmanager
+def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold the lock of a file; StateBusy names who has it after `timeout_s`.
+
+    The lock is on `<name>.lock` beside it, because the file itself is replaced. It ends with the process, whatever
+    kills it. Locks have one order (LOCK_ORDER); none may be held across a network call.
+    """
+    rank = _rank(path)
+    held: list[tuple[int, str]] = _held.__dict__.setdefault("ranks", [])
+    if held and held[-1] >= rank:
+        raise Bug(message=f"lock {path.name} wanted while {held[-1][1]} is held: against the order of locks")
+    descriptor = _open_lock(path)
+    try:
+        _wait_for(descriptor, path, timeout_s)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, _who_am_i(), 0)
+        held.append(rank)
+        try:
+            yield
+        finally:
+            held.pop()
+    finally:
+        os.close(descriptor)
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_RECORD_FILE_BYTES) -> bytes | None:
+    """Content of a regular file, None when there is none. A pipe or device does not block, it is a StateError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise StateError(file=path.name, at="", problem=f"cannot be read: {exc.strerror}") from exc
+    with open(descriptor, "rb") as stream:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise StateError(file=path.name, at="", problem="found something that is not a file, allowed is a file")
+        if found.st_size > max_bytes:
+            raise StateError(
+                file=path.name,
+                at="",
+                problem=f"found {units.format_bytes(found.st_size)}, allowed are {units.format_bytes(max_bytes)}",
+            )
+        return stream.read(max_bytes + 1)
+
+
+def read_json(
+    path: Path, *, max_bytes: int = MAX_RECORD_FILE_BYTES, max_depth: int = strict_json.MAX_DEPTH, default: Any = ANY
+) -> Any:
+    """The strict JSON value of a file. StateError says file, line, column, pointer, what was found and is allowed.
+
+    A missing file gives `default`, or a StateError when none is given.
+    """
+    raw = read_bytes(path, max_bytes=max_bytes)
+    if raw is None:
+        if default is ANY:
+            raise StateError(file=path.name, at="", problem="found no file", next_step="gpu init")
+        return default
+    return parse(raw, path, max_depth=max_depth)
+
+
+def parse(raw: bytes, path: Path, *, max_depth: int = strict_json.MAX_DEPTH) -> Any:
+    """Strict JSON of bytes that came from `path`."""
+    try:
+        return strict_json.loads(raw, max_depth=max_depth)
+    except strict_json.Fault as fault:
+        details = {
+            "line": fault.line,
+            "column": fault.column,
+            "pointer": fault.pointer,
+            "found": fault.found,
+            "allowed": fault.allowed,
+        }
+        raise StateError(file=path.name, at=fault.at, problem=str(fault), **details) from fault
+
+
+def dumps_pretty(value: Any) -> bytes:
+    """Two spaces, keys as given, a newline at the end: made to be read and edited by hand."""
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode()
+
+
+def dumps_line(record: Any) -> bytes:
+    """One line with its newline. A string's line separators are escaped by JSON itself."""
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_plain)
+    return text.encode() + b"\n"
+
+
+def make_directory(path: Path) -> None:
+    """A private directory (0700); one that is there keeps its mode."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:
+        raise writing_failed(path, exc) from exc
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def writing_failed(path: Path, exc: OSError) -> DiskFull | NotWritable:
+    """The operating system's refusal to write in our words."""
+    reason = exc.strerror or str(exc)
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return DiskFull(path=str(path), reason=reason)
+    return NotWritable(path=str(path), reason=reason)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Decimal):
+        return units.json_number(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _rank(path: Path) -> tuple[int, str]:
+    index = LOCK_ORDER.index(path.name) if path.name in LOCK_ORDER else len(LOCK_ORDER)
+    return index, str(path)
+
+
+def _open_lock(path: Path) -> int:
+    lock_path = path.with_name(path.name + ".lock")
+    try:
+        return os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as exc:
+        raise writing_failed(lock_path, exc) from exc
+
+
+def _wait_for(descriptor: int, path: Path, timeout_s: float) -> None:
+    """flock with an end. Short, growing, uneven pauses: many writers neither starve nor march in step."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.0001
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        except OSError as exc:  # ENOLCK: a file system without locks
+            raise NotWritable(path=str(path), reason=f"it cannot be locked: {exc.strerror}") from exc
+        if time.monotonic() >= deadline:
+            holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "another process"
+            raise StateBusy(file=path.name, holder=holder, waited_s=f"{timeout_s:g}")
+        time.sleep(pause_s * random.uniform(0.5, 1.0))
+        pause_s = min(pause_s * 1.5, 0.01)
+
+
+def _who_am_i() -> bytes:
+    command = " ".join([os.path.basename(sys.argv[0]) or "python", *sys.argv[1:3]]) if sys.argv else "python"
+    return f"pid {os.getpid()} ({command[:120]})".encode("utf-8", "replace")
+
+
+def _remove_quietly(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError:
+        pass
