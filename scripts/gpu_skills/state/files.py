@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import random
 import stat
 import sys
 import threading
@@ -48,7 +47,7 @@ _held = threading.local()
 
 @door("state.files.commit")
 def commit(
-    path: Path, data: bytes, *, expected: bytes | None | object = ANY, mode: int = 0o600, durable: bool = True
+    path: Path, data: bytes, *, expected: bytes | object | None = ANY, mode: int = 0o600, durable: bool = True
 ) -> None:
     """Replace a file so that a crash leaves the old or the new content, never a mixture.
 
@@ -57,7 +56,7 @@ def commit(
     """
     if expected is not ANY and read_bytes(path) != expected:
         raise ChangedMeanwhile(file=path.name)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{random.getrandbits(32):08x}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
@@ -81,7 +80,7 @@ def update(path: Path, function: Callable[[Any], Any], *, default: Any = None, a
     """Lock, read, `function(value)`, commit; return what was committed.
 
     A change by hand between reading and committing is not overwritten: the function is applied again to what is there
-    now. It must therefore have no effects. `default` stands for a missing file. Nothing is written when nothing changes.
+    now, so it must have no effects. `default` stands for a missing file. Nothing is written when nothing changes.
     """
     with lock(path):
         for _ in range(attempts):
@@ -126,23 +125,29 @@ def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_RECORD_FILE_BYTES) -> bytes | None:
     """Content of a regular file, None when there is none. A pipe or device does not block, it is a StateError."""
+    descriptor = open_regular(path)
+    if descriptor is None:
+        return None
+    with open(descriptor, "rb") as stream:
+        size = os.fstat(descriptor).st_size
+        if size > max_bytes:
+            problem = f"found {units.format_bytes(size)}, allowed are {units.format_bytes(max_bytes)}"
+            raise StateError(file=path.name, at="", problem=problem)
+        return stream.read(max_bytes + 1)
+
+
+def open_regular(path: Path) -> int | None:
+    """A descriptor for reading, None when there is no file; a StateError for what is not a readable file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     except OSError as exc:
         raise StateError(file=path.name, at="", problem=f"cannot be read: {exc.strerror}") from exc
-    with open(descriptor, "rb") as stream:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise StateError(file=path.name, at="", problem="found something that is not a file, allowed is a file")
-        if found.st_size > max_bytes:
-            raise StateError(
-                file=path.name,
-                at="",
-                problem=f"found {units.format_bytes(found.st_size)}, allowed are {units.format_bytes(max_bytes)}",
-            )
-        return stream.read(max_bytes + 1)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StateError(file=path.name, at="", problem="found something that is not a file, allowed is a file")
+    return descriptor
 
 
 def read_json(
@@ -250,7 +255,7 @@ def _wait_for(descriptor: int, path: Path, timeout_s: float) -> None:
         if time.monotonic() >= deadline:
             holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "another process"
             raise StateBusy(file=path.name, holder=holder, waited_s=f"{timeout_s:g}")
-        time.sleep(pause_s * random.uniform(0.5, 1.0))
+        time.sleep(pause_s * (0.5 + os.urandom(1)[0] / 512))
         pause_s = min(pause_s * 1.5, 0.01)
 
 

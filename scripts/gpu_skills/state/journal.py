@@ -12,7 +12,6 @@ from typing import Any
 
 from gpu_skills import units
 from gpu_skills.doors import door
-from gpu_skills.errors import StateError
 from gpu_skills.state import files, strict_json
 
 MAX_LINE_BYTES = 8 * 1024 * 1024
@@ -87,13 +86,10 @@ def scan(path: Path, start: int = 0, *, stop: int | None = None) -> Iterator[tup
 
 def raw_lines(path: Path, start: int = 0, *, stop: int | None = None) -> Iterator[tuple[int, int, bytes]]:
     """Lines as bytes with their newline, in bounded memory: a longer line than MAX_LINE_BYTES comes cut, unclosed."""
-    try:
-        stream = open(path, "rb", buffering=_CHUNK)
-    except FileNotFoundError:
+    descriptor = files.open_regular(path)
+    if descriptor is None:
         return
-    except OSError as exc:
-        raise StateError(file=path.name, at="", problem=f"cannot be read: {exc.strerror}") from exc
-    with stream:
+    with open(descriptor, "rb", buffering=_CHUNK) as stream:
         stream.seek(start)
         offset, number = start, 0
         while stop is None or offset < stop:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import re
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +109,7 @@ def init(root: Path, *, project_id: str | None = None, name: str = STATE_NAME) -
 
 def new_project_id() -> str:
     """Fifty random bits: short enough for a label, and no two projects of one account meet."""
-    return "p-" + base64.b32encode(secrets.token_bytes(7)).decode().lower()[:10]
+    return "p-" + base64.b32encode(os.urandom(7)).decode().lower()[:10]
 
 
 def ignore(root: Path) -> None:
