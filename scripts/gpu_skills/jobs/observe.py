@@ -31,13 +31,18 @@ def open_jobs(ledger: Ledger, machine_id: str | None = None) -> list[dict[str, A
     ]
 
 
-def settle(project: Project, ledger: Ledger, clock: Clock, link: Link) -> dict[str, dict[str, Any]]:
-    """Ask the machine about every job of ours that has no end yet; write the ends. Returns its answers by job id."""
+def settle(
+    project: Project, ledger: Ledger, clock: Clock, link: Link, *, write: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Ask the machine about every job of ours that has no end yet; write the ends. Returns its answers by job id.
+
+    write: False in Audit, where only the answers are wanted.
+    """
     lines = open_jobs(ledger, link.machine.id)
     if not lines:
         return {}
     answers = _ask(project, link, [line["id"] for line in lines])
-    for line in lines:
+    for line in lines if write else ():
         answer = answers.get(line["id"])
         if answer is None:
             continue

@@ -142,7 +142,7 @@ def set_up(
             problems.append((machine.host, exc))
             continue
         try:
-            link.machine = _measured(machine, link.session.call("probe", {}), config)
+            link.machine = measured(machine, link.session.call("probe", {}), config)
             say(f"machine {link.machine.id} ({link.machine.host}): {describe_gpus(link.machine)}")
             open_session(project, config, link, clock=clock)
         except (RemoteError, CannotSatisfy) as exc:
@@ -196,7 +196,7 @@ def session_deadline(config: GpuConfig, rate_usd_hr: Decimal) -> tuple[float | N
     return min(limits) if limits else (None, None)
 
 
-def _measured(machine: Machine, probe: dict[str, Any], config: GpuConfig) -> Machine:
+def measured(machine: Machine, probe: dict[str, Any], config: GpuConfig) -> Machine:
     """The machine with the GPUs it really has. Raises MachineLacks or CannotSatisfy."""
     if not probe.get("bash"):
         raise MachineLacks(host=machine.host, what="bash")

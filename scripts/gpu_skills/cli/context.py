@@ -1,0 +1,130 @@
+"""The only place that builds the real parts: project, configuration, ledger, providers, connections. Built when first used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu_skills.cli.output import say
+from gpu_skills.clock import Clock, SystemClock
+
+if TYPE_CHECKING:
+    from gpu_skills.config import GpuConfig
+    from gpu_skills.lifecycle.connect import Link
+    from gpu_skills.lifecycle.machines import Machine
+    from gpu_skills.providers.base import Offer
+    from gpu_skills.state.ledger import Ledger
+    from gpu_skills.state.project import Project
+
+
+class Context:
+    """One command's world. Tests build it with another clock, directory, environment or connector."""
+
+    def __init__(
+        self,
+        *,
+        cwd: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        clock: Clock | None = None,
+        connect: Callable[[Machine], Link] | None = None,
+    ):
+        self.cwd = cwd or Path.cwd()
+        self.environ = os.environ if environ is None else environ
+        self.clock = clock or SystemClock()
+        self._connect = connect
+        self._open: list[Link] = []
+        self.json = False
+        self.mode_flag: str | None = None
+        self.mode = "operate"
+
+    # the project and its records --------------------------------------------------------------------------------
+
+    @cached_property
+    def project(self) -> Project:
+        from gpu_skills.state import project
+
+        return project.find(self.cwd)
+
+    @cached_property
+    def config(self) -> GpuConfig:
+        from gpu_skills.config import load_gpu_yaml
+
+        return load_gpu_yaml(self.project.root, environ=self.environ)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        from gpu_skills.state.ledger import Ledger
+
+        return Ledger(self.project, self.clock)
+
+    # machines ---------------------------------------------------------------------------------------------------
+
+    def offers(self) -> list[Offer]:
+        """What the project's provider has, cheapest first."""
+        from gpu_skills.providers.base import Requirements
+
+        compute = self.config.compute
+        need = Requirements(compute.gpu, compute.gpu_count, compute.min_vram_gb, compute.disk_gb, compute.max_rate_usd_hr)
+        return self.provider(self.config.provider).offers(need)
+
+    def provider(self, name: str) -> Any:
+        if name == "local":
+            from gpu_skills.providers.local import LocalProvider
+
+            return LocalProvider()
+        if name == "ssh":
+            from gpu_skills.config import load_hosts
+            from gpu_skills.providers.ssh import SshProvider
+
+            return SshProvider(load_hosts(self.project.root, environ=self.environ), self.config.host)
+        from gpu_skills.errors import ConfigError
+
+        raise ConfigError(file="gpu.yaml", problem=f"unknown provider {name!r}; known: local, ssh")
+
+    def connect(self, machine: Machine) -> Link:
+        if self._connect is not None:
+            link = self._connect(machine)
+        else:
+            from gpu_skills.lifecycle.connect import connect
+
+            link = connect(machine, known_hosts=self.project.state / "known_hosts", environ=self.environ)
+        self._open.append(link)
+        return link
+
+    def ready_machine(self, *, progress: Callable[[str], None] = say) -> Link:
+        """A link to the project's machine with an open session; sets it up when none is ready."""
+        from gpu_skills.lifecycle import machines
+
+        return machines.set_up(
+            self.project, self.config, self.offers(), connect=self.connect, clock=self.clock, say=progress
+        )
+
+    def machine_link(self, machine_id: str) -> Link:
+        """A link to a machine that is on record, as it is."""
+        from gpu_skills.errors import StateError
+        from gpu_skills.lifecycle import machines
+
+        machine = machines.find(self.project, machine_id)
+        if machine is None:
+            raise StateError(file="machines.json", at="", problem=f"no machine {machine_id}")
+        return self.connect(machine)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.pop().close()
+
+    # people -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether somebody could answer a question or wants to see a bar move."""
+        return not self.json and sys.stdin.isatty() and sys.stderr.isatty()
+
+    @property
+    def may_write(self) -> bool:
+        """In Audit nothing is written, not even what a reading command noticed."""
+        return self.mode == "operate"

@@ -1,0 +1,58 @@
+"""`--debug`: a log of what happened, redacted, 0600, rotated, in the user's state directory. The only place a traceback goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import traceback
+from collections.abc import Mapping
+
+_HEADER = re.compile(r"(?i)\b(authorization|x-api-key|api[_-]?key|token|password|secret)(\"?\s*[:=]\s*\"?)(bearer\s+)?[^\s\"',&}]+")
+_SHAPES = re.compile(r"\b(hf_|sk-|rpa_|sbx_|ghp_|AKIA)[A-Za-z0-9_-]{8,}")
+_log: logging.Logger | None = None
+
+
+def redact(text: str, secrets: tuple[str, ...] = ()) -> str:
+    """Text without credentials: named values, well-known shapes, and the given ones wherever they stand."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= 6:
+            text = text.replace(secret, "***")
+    text = _HEADER.sub(lambda m: f"{m.group(1)}{m.group(2)}***", text)
+    return _SHAPES.sub(lambda m: f"{m.group(1)}***", text)
+
+
+def start(environ: Mapping[str, str]) -> None:
+    """Begin to log everything of gpu_skills. Quietly does nothing where the state directory cannot be written."""
+    global _log
+    from logging.handlers import RotatingFileHandler
+
+    from gpu_skills.state.project import user_state_dir
+
+    values = tuple(v for k, v in environ.items() if re.search(r"(?i)key|token|secret|password", k))
+
+    class Redacting(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return redact(super().format(record), values)
+
+    try:
+        folder = user_state_dir()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / "debug.log"
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+        handler = RotatingFileHandler(path, maxBytes=2_000_000, backupCount=3)
+    except Exception:  # a log that cannot be written must not stop the command it should explain
+        return
+    handler.setFormatter(Redacting("%(asctime)s %(process)d %(name)s %(message)s"))
+    _log = logging.getLogger("gpu_skills")
+    _log.setLevel(logging.DEBUG)
+    _log.addHandler(handler)
+    _log.debug("start")
+
+
+def record(exc: BaseException) -> str | None:
+    """Put a traceback into the log if one is open; returns the log's path."""
+    if _log is None:
+        return None
+    _log.error("%s", "".join(traceback.format_exception(exc)))
+    return str(_log.handlers[0].baseFilename)  # type: ignore[attr-defined]

@@ -1,0 +1,532 @@
+"""`gpu job …`: run your own code as a job and get its outputs back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gpu_skills.cli.base import LazyGroup, command
+from gpu_skills.cli.context import Context
+from gpu_skills.cli.output import FORMAT, Output, print_json, print_text, say, table
+from gpu_skills.units import format_bytes, format_duration, format_usd
+
+_HERE = "gpu_skills.cli.job:"
+job = LazyGroup(
+    "job",
+    help="Run your own code as a job. Commands without JOB take the latest one.",
+    lazy={
+        "run": (_HERE + "run", "Pack, upload, run, stream and download; exits with the job's code."),
+        "ls": (_HERE + "ls", "List jobs, newest first; reads only."),
+        "status": (_HERE + "status", "State, exit code, time, cost and outputs; reads only."),
+        "logs": (_HERE + "logs", "The job's log; reads only."),
+        "pull": (_HERE + "pull", "Download what changed into gpu-outputs/<job>, verified; also mid-run."),
+        "cancel": (_HERE + "cancel", "End a running job and everything it started."),
+    },
+)
+
+_RUN_EXITS = "the job's own code · 124 timeout · 130 cancelled · 125 gpu itself failed (class on the last stderr line)"
+
+
+@command(
+    "run",
+    in_job_run=True,
+    example="gpu job run --timeout 30m -- python train.py --epochs 3",
+    exits=_RUN_EXITS,
+    context_settings={"ignore_unknown_options": False},
+)
+@click.argument("cmd", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dir", "directory", type=click.Path(path_type=Path), help="The directory to send; default: the project's.")
+@click.option("--detach", is_flag=True, help="Return once the job has started.")
+@click.option("--setup", "setup_command", metavar="CMD", help="Run first; if it fails the job does not start.")
+@click.option("--timeout", metavar="TIME", help='For example "30m"; the job then ends with exit 124.')
+@click.option("--label", metavar="TEXT", help="A name for people.")
+@click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]", help="Pass a variable; without =VALUE from the environment or .env. Never recorded.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out (gitignore pattern).")
+@click.option("--expect", multiple=True, metavar="PATTERN", help="An output without which exit 0 is not believed.")
+@click.option("--require-input", multiple=True, metavar="PATH", help="Refuse when this would not be on the machine.")
+@click.option("--allow-secret-file", multiple=True, metavar="PATH", help="Send this file although it looks like a credential.")
+@click.option("--no-pull", is_flag=True, help="Leave the outputs on the machine.")
+@click.option("--yes", is_flag=True, help="The user's explicit instruction to start what bills; local and ssh do not bill.")
+def run(context: Context, cmd: tuple[str, ...], directory: Path | None, detach: bool, no_pull: bool, yes: bool, **flags: Any) -> Output | None:
+    """Run code as a job on the project's machine, setting it up when none is ready. Costs nothing on local and ssh.
+
+    CMD goes after `--`; without it gpujob.yaml says what to run. Ctrl-C stops watching; the job goes on.
+    """
+    from gpu_skills.cli.progress import byte_bar, spinner
+    from gpu_skills.jobs import pack, submit
+    from gpu_skills.jobs.spec import load_spec
+
+    spec = load_spec(
+        _job_directory(context, directory),
+        command=cmd,
+        setup=flags["setup_command"],
+        timeout=flags["timeout"],
+        label=flags["label"],
+        env=flags["env"],
+        exclude=flags["exclude"],
+        expect=flags["expect"],
+        max_lifetime_s=context.config.lifecycle.max_lifetime_s,
+        environ=context.environ,
+        dotenv_root=context.project.root,
+    )
+    with spinner(context, "packing"):
+        packed = pack.pack(
+            spec.directory,
+            exclude=spec.exclude,
+            require_inputs=flags["require_input"],
+            allow_secret_files=flags["allow_secret_file"],
+            cache_path=pack.cache_path(context.project.state, spec.directory),
+        )
+    _say_packed(packed)
+    with spinner(context, "connecting"):
+        link = context.ready_machine(progress=lambda line: None)
+    with byte_bar(context, "upload") as progress:
+        report = submit.send(context.project, link, packed, progress)
+    submitted = submit.start(
+        context.project,
+        context.ledger,
+        context.clock,
+        link,
+        spec,
+        packed,
+        report,
+        env_values=spec.env_values(),
+        hf_token=_hf_token(context),
+    )
+    where = f"{link.machine.host}" + (f" ({link.machine.gpu})" if link.machine.gpu else "")
+    say(f"{submitted.job} started on {where}; sent {format_bytes(report.bytes_sent)} of {format_bytes(report.bytes_total)}")
+    if detach:
+        document = _job_document(context, submitted.job, submitted.status)
+        document["next_step"] = f"gpu job status {submitted.job}"
+        return Output(document, f"{submitted.job}\nnext: gpu job logs -f {submitted.job}")
+    return _attached(context, link, submitted.job, no_pull=no_pull)
+
+
+@command("ls", reads_only=True, example="gpu job ls --limit 20")
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True)
+def ls(context: Context, limit: int) -> Output:
+    """List jobs, newest first. Reads only."""
+    _settle_all(context)
+    everything = context.ledger.jobs(limit=None)
+    shown = everything[:limit]
+    documents = [_line_document(context, line) for line in shown]
+    rows = [
+        [
+            d["job"],
+            d["state"],
+            "-" if d["exit_code"] is None else str(d["exit_code"]),
+            d["started_at"] or "-",
+            format_duration(d["duration_s"]) if d["duration_s"] is not None else "-",
+            format_usd(d["cost_usd"]) if d["cost_usd"] is not None else "-",
+            d["title"],
+        ]
+        for d in documents
+    ]
+    text = table(rows, ["JOB", "STATE", "EXIT", "STARTED", "TIME", "COST", "WHAT"]) if rows else "no jobs yet: gpu job run -- CMD"
+    left_out = len(everything) - len(shown)
+    if left_out:
+        text += f"\n… and {left_out} more (--limit)"
+    return Output({"jobs": documents, "left_out": left_out}, text)
+
+
+@command("status", reads_only=True, example="gpu job status --json")
+@click.argument("job_id", metavar="[JOB]", required=False)
+def status(context: Context, job_id: str | None) -> Output:
+    """State, exit code, time, cost_usd and output files of a job. Reads only (records the end when it sees it first)."""
+    from gpu_skills.jobs.records import JobFolder
+
+    line = _line(context, job_id)
+    answer = None
+    if context.ledger.is_open(line):
+        answer = _ask(context, line["id"])
+        line = context.ledger.latest(line["id"]) or line
+    document = _job_document(context, line["id"], answer, line)
+    if context.ledger.is_open(line) and JobFolder(context.project, line["id"]).events.exists():
+        document["events"] = _events(context, line["id"])
+    return Output(document, _job_text(document))
+
+
+@command("logs", reads_only=True, example="gpu job logs -f")
+@click.argument("job_id", metavar="[JOB]", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@click.option("--tail", type=click.IntRange(1, 100_000), metavar="N", help="Only the last N lines.")
+@click.option("--offset", type=click.IntRange(min=0), help="Start at this byte; `next` of the JSON continues.")
+def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, offset: int | None) -> Output | None:
+    """The job's log. Returns at once unless -f. Control sequences are shown as text. Reads only.
+
+    With --json: {text, offset, next, state}; with -f one such document a piece.
+    """
+    from gpu_skills.jobs import follow as following
+    from gpu_skills.jobs.records import JobFolder
+
+    line = _line(context, job_id)
+    folder = JobFolder(context.project, line["id"])
+    if folder.log.exists():
+        return _kept_log(context, folder, line, tail, offset)
+    link = context.machine_link(folder.submission()["machine_id"])
+    project_id = context.project.project_id
+    if not follow:
+        size = None if offset is not None else (tail * 400 if tail else None)
+        if size is not None:
+            piece = following.read_log(link, project_id, line["id"], tail_bytes=min(size, 4 << 20))
+            lines = following.last_lines(piece.data, tail or 1)
+        else:
+            pieces, start = bytearray(), offset or 0
+            first = start
+            while True:
+                piece = following.read_log(link, project_id, line["id"], offset=start)
+                if piece.gap_bytes:
+                    pieces += f"\n{following.gap_notice(piece.gap_bytes)}\n".encode()
+                pieces += piece.data
+                start = piece.next
+                if not piece.data or len(pieces) > 64 << 20:
+                    break
+            lines = following.last_lines(bytes(pieces), 1 << 30)
+            piece = following.Piece(first, start, b"", 0, piece.status)
+        text = "\n".join(lines)
+        return Output(
+            {"job": line["id"], "text": text, "offset": piece.offset, "next": piece.next, "state": piece.status["state"]},
+            text,
+        )
+    start = offset or 0
+    if tail:
+        piece = following.read_log(link, project_id, line["id"], tail_bytes=min(tail * 400, 4 << 20))
+        start = piece.offset if offset is None else offset
+        skip = following.last_lines(piece.data, tail)
+        for shown in skip:
+            _show_line(context, line["id"], shown, piece)
+        start = piece.next
+    final = _stream(context, link, line["id"], start)
+    _settle(context, link)
+    return Output({"job": line["id"], "text": "", "offset": final.next, "next": final.next, "state": final.status["state"]})
+
+
+@command("pull", example="gpu job pull J-000001", exits="0 everything verified · 1 something is missing or changed")
+@click.argument("job_id", metavar="[JOB]", required=False)
+@click.option("--to", "destination", type=click.Path(path_type=Path), help="Another folder than gpu-outputs/<job>.")
+@click.option("--force", is_flag=True, help="Check every local file again instead of trusting earlier pulls.")
+def pull(context: Context, job_id: str | None, destination: Path | None, force: bool) -> Output:
+    """Download what changed into gpu-outputs/<job>, every file verified by SHA-256. Works while the job runs."""
+    line = _line(context, job_id)
+    link = context.machine_link(_submission(context, line["id"])["machine_id"])
+    _settle(context, link)
+    return _pull(context, link, line["id"], destination=destination, force=force)
+
+
+@command("cancel", example="gpu job cancel J-000001", exits="0 ended · 1 failed")
+@click.argument("job_id", metavar="[JOB]", required=False)
+def cancel(context: Context, job_id: str | None) -> Output:
+    """End a running job and everything it started: TERM, KILL after 10 s. Its outputs stay and can be pulled."""
+    line = _line(context, job_id)
+    if not context.ledger.is_open(line):
+        return Output(_job_document(context, line["id"], None, line), f"{line['id']} had already ended")
+    link = context.machine_link(_submission(context, line["id"])["machine_id"])
+    request = {"project": context.project.project_id, "job": line["id"], "why": "user", "wait_s": 10}
+    deadline = context.clock.monotonic() + 30
+    answer = link.session.call("cancel", request, timeout_s=60)
+    while answer["state"] == "running" and context.clock.monotonic() < deadline:
+        answer = link.session.call("cancel", request, timeout_s=60)
+    _settle(context, link)
+    document = _job_document(context, line["id"], answer)
+    return Output(document, _job_text(document))
+
+
+# watching a run -------------------------------------------------------------------------------------------------------
+
+
+def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Output:
+    """Stream the log, pull, write the ledger's end, and exit as the job did."""
+    from gpu_skills.errors import GpuError
+    from gpu_skills.jobs import observe
+
+    try:
+        final = _stream(context, link, job_id, 0, to_stderr=context.json)
+    except KeyboardInterrupt:
+        say(f"gpu: stopped watching; {job_id} goes on. next: gpu job logs -f {job_id}, or gpu job cancel {job_id}")
+        raise
+    answer = final.status
+    pulled, problem = None, None
+    _settle(context, link)
+    if not no_pull:
+        try:
+            pulled = _pull(context, link, job_id)
+        except GpuError as exc:
+            problem = exc
+    document = _job_document(context, job_id, answer)
+    if pulled is not None:
+        document["pulled"] = pulled.document
+        if pulled.text:
+            say(pulled.text)
+    say(_summary(document))
+    if problem is not None:
+        problem.details["job"] = document
+        raise problem
+    return Output(document, "", exit_code=observe.exit_code_of(answer))
+
+
+def _stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: bool = False) -> Any:
+    """Print the log as it comes; returns the last piece. A terminal sees the moving line, everybody else whole lines."""
+    import sys
+
+    from gpu_skills.jobs import follow as following
+
+    folder, last = following.LineFolder(), None
+    moving = context.is_interactive and sys.stdout.isatty() and not to_stderr
+    width = 0
+
+    def show(text: str) -> None:
+        if to_stderr:
+            say(text)
+        else:
+            _show_line(context, job_id, text, last)
+
+    for piece in following.follow(link, context.project.project_id, job_id, clock=context.clock, offset=offset, say=say):
+        last = piece
+        if width:
+            sys.stdout.write("\r" + " " * width + "\r")
+            width = 0
+        if piece.gap_bytes:
+            show(following.gap_notice(piece.gap_bytes))
+        for text in folder.feed(piece.data):
+            show(text)
+        if moving and (partial := folder.unfinished()):
+            partial = partial[-200:]
+            width = len(partial)
+            sys.stdout.write("\r" + partial)
+            sys.stdout.flush()
+    for text in folder.finish():
+        show(text)
+    return last
+
+
+def _show_line(context: Context, job_id: str, text: str, piece: Any) -> None:
+    if context.json:
+        print_json({"format": FORMAT, "job": job_id, "text": text, "next": piece.next, "state": piece.status["state"]})
+    else:
+        print_text(text + "\n")
+
+
+def _kept_log(context: Context, folder: Any, line: dict[str, Any], tail: int | None, offset: int | None) -> Output:
+    from gpu_skills.jobs import follow as following
+
+    data = folder.log.read_bytes()
+    start = min(offset or 0, len(data))
+    lines = following.last_lines(data[start:], tail or (1 << 30))
+    text = "\n".join(lines)
+    state = context.ledger.state_of(line)
+    return Output({"job": folder.job, "text": text, "offset": start, "next": len(data), "state": state}, text)
+
+
+def _pull(context: Context, link: Any, job_id: str, *, destination: Path | None = None, force: bool = False) -> Output:
+    from gpu_skills.cli.progress import byte_bar
+    from gpu_skills.jobs import collect
+
+    if destination is not None and not destination.is_absolute():
+        destination = context.cwd / destination
+    with byte_bar(context, "download") as progress:
+        got = collect.pull(
+            context.project, context.clock, link, job_id, destination=destination, progress=progress, force=force
+        )
+    shown = _shown_path(context, got.destination)
+    document = {
+        "job": job_id,
+        "destination": str(got.destination),
+        "new": got.report.new,
+        "unchanged": got.report.unchanged,
+        "changing": list(got.report.changing)[:50],
+        "bytes": got.report.bytes,
+        "files": got.files,
+        "final": got.final,
+        "skipped": got.skipped[:50],
+    }
+    text = f"{got.files} output files in {shown}: {got.report.new} new ({format_bytes(got.report.bytes)}), {got.report.unchanged} unchanged"
+    if got.report.changing:
+        text += f", {len(got.report.changing)} still being written (pull again later)"
+    if got.skipped:
+        text += f"; not pulled: {', '.join(str(s.get('path')) for s in got.skipped[:5])}"
+    return Output(document, text if got.files or got.skipped else "no outputs")
+
+
+# what a job looks like ---------------------------------------------------------------------------------------------------
+
+
+def _job_document(
+    context: Context, job_id: str, answer: dict[str, Any] | None = None, line: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    from gpu_skills.jobs.collect import is_collected
+    from gpu_skills.jobs.records import JobFolder
+
+    line = line or context.ledger.latest(job_id) or {"id": job_id}
+    document = _line_document(context, line)
+    folder = JobFolder(context.project, job_id)
+    record = folder.read("job") or {}
+    document["machine"] = record.get("machine_id")
+    document["upload"] = {k: record.get("upload", {}).get(k) for k in ("files_sent", "bytes_sent", "bytes_total")}
+    if answer is not None:
+        document.update({k: answer.get(k) for k in ("state", "phase", "progress", "log_bytes")})
+        document.update(exit_code=answer.get("exit_code"), reason=answer.get("reason"))
+        if document["duration_s"] is None:
+            document["duration_s"] = answer.get("duration_s")
+        if document["cost_usd"] is None and answer.get("duration_s") is not None:
+            document["cost_usd"] = round(float(record.get("rate_usd_hr") or 0) * answer["duration_s"] / 3600, 6)
+    manifest = folder.read("manifest") or {"files": []}
+    document["outputs"] = manifest["files"][:50]
+    document["outputs_left_out"] = max(0, len(manifest["files"]) - 50)
+    document["collected"] = is_collected(context.project, job_id)
+    collected = folder.read("collected")
+    document["outputs_dir"] = collected["destination"] if collected else None
+    document["next_step"] = _job_next_step(document)
+    return document
+
+
+def _line_document(context: Context, line: dict[str, Any]) -> dict[str, Any]:
+    from gpu_skills.jobs.records import JobFolder, display
+
+    spec = (JobFolder(context.project, line["id"]).read("job") or {}).get("spec") or line.get("inputs") or {}
+    return {
+        "job": line["id"],
+        "state": context.ledger.state_of(line),
+        "phase": None,
+        "exit_code": line.get("exit_code"),
+        "reason": line.get("reason"),
+        "error": line.get("error"),
+        "title": display(spec) if isinstance(spec, dict) else "",
+        "provider": line.get("provider"),
+        "gpu": line.get("gpu"),
+        "started_at": line.get("started_at"),
+        "completed_at": line.get("completed_at"),
+        "duration_s": line.get("duration_s"),
+        "cost_usd": line.get("cost_usd"),
+        "progress": None,
+    }
+
+
+def _job_next_step(document: dict[str, Any]) -> str:
+    if document["state"] == "running":
+        return f"gpu job logs -f {document['job']}"
+    if document["outputs"] and not document["collected"]:
+        return f"gpu job pull {document['job']}"
+    if document["state"] == "succeeded":
+        return "gpu job ls"
+    return f"gpu job logs --tail 50 {document['job']}"
+
+
+def _job_text(document: dict[str, Any]) -> str:
+    lines = [_summary(document)]
+    if document["progress"]:
+        p = document["progress"]
+        rate = f", {p['rate_per_s']:.3g}/s" if p.get("rate_per_s") is not None else ""
+        stalled = f", no increase for {format_duration(p['stalled_s'])}" if (p.get("stalled_s") or 0) > 30 else ""
+        lines.append(f"progress: {p['value']:g} {p['unit']}{rate}{stalled}")
+    for output in document["outputs"][:10]:
+        lines.append(f"  {format_bytes(output['bytes']):>10}  {output['path']}")
+    more = len(document["outputs"]) - 10 + document["outputs_left_out"]
+    if more > 0:
+        lines.append(f"  … and {more} more")
+    if document["outputs_dir"]:
+        lines.append(f"pulled to {document['outputs_dir']}" + ("" if document["collected"] else " (not final)"))
+    lines.append(f"next: {document['next_step']}")
+    return "\n".join(lines)
+
+
+def _summary(document: dict[str, Any]) -> str:
+    parts = [f"{document['job']} {document['state']}"]
+    if document.get("phase"):
+        parts[0] += f" ({document['phase']})"
+    if document["exit_code"] is not None:
+        parts.append(f"exit {document['exit_code']}")
+    if document["reason"] and document["reason"] != "exit_code":
+        parts.append(str(document["reason"]))
+    if document["duration_s"] is not None:
+        parts.append(format_duration(document["duration_s"]))
+    if document["cost_usd"] is not None:
+        parts.append(format_usd(document["cost_usd"]))
+    text = ", ".join(parts)
+    if document["state"] not in ("running", "succeeded") and document.get("error"):
+        text += f": {document['error']}"
+    return text
+
+
+# shared by the verbs ------------------------------------------------------------------------------------------------------
+
+
+def _line(context: Context, job_id: str | None) -> dict[str, Any]:
+    """The ledger's last line of this job, or of the latest one."""
+    from gpu_skills.errors import JobNotFound, NoJobs
+
+    wanted = job_id or context.ledger.last_id()
+    if wanted is None:
+        raise NoJobs()
+    line = context.ledger.latest(wanted)
+    if line is None:
+        raise JobNotFound(job=wanted)
+    return line
+
+
+def _submission(context: Context, job_id: str) -> dict[str, Any]:
+    from gpu_skills.jobs.records import JobFolder
+
+    return JobFolder(context.project, job_id).submission()
+
+
+def _ask(context: Context, job_id: str) -> dict[str, Any] | None:
+    link = context.machine_link(_submission(context, job_id)["machine_id"])
+    return _settle(context, link).get(job_id)
+
+
+def _settle(context: Context, link: Any) -> dict[str, dict[str, Any]]:
+    from gpu_skills.jobs import observe
+
+    return observe.settle(context.project, context.ledger, context.clock, link, write=context.may_write)
+
+
+def _settle_all(context: Context) -> None:
+    """Ask every machine that has open jobs; one that does not answer is named and skipped."""
+    from gpu_skills.errors import RemoteError
+
+    for machine_id in sorted({line.get("machine_id") for line in context.ledger.open_jobs() if line.get("machine_id")}):
+        try:
+            _settle(context, context.machine_link(machine_id))
+        except RemoteError as exc:
+            say(f"gpu: {exc.message}; its jobs are shown as last seen")
+
+
+def _events(context: Context, job_id: str) -> list[dict[str, Any]]:
+    from gpu_skills.jobs.records import JobFolder
+    from gpu_skills.state import journal
+
+    records = [r for _, _, r in journal.scan(JobFolder(context.project, job_id).events) if isinstance(r, dict)]
+    return records[-20:]
+
+
+def _job_directory(context: Context, directory: Path | None) -> Path:
+    if directory is None:
+        return context.project.root
+    return directory if directory.is_absolute() else context.cwd / directory
+
+
+def _hf_token(context: Context) -> str | None:
+    from gpu_skills import credentials
+
+    return credentials.hf_token(context.project.root, context.environ)
+
+
+def _shown_path(context: Context, path: Path) -> str:
+    try:
+        return str(path.relative_to(context.cwd))
+    except ValueError:
+        return str(path)
+
+
+def _say_packed(packed: Any) -> None:
+    files = sum(1 for e in packed.tree.entries if not e.is_dir)
+    text = f"{files} files, {format_bytes(packed.total_bytes)}"
+    if packed.left_out:
+        shown = ", ".join(f"{o.path} ({format_bytes(o.bytes)})" for o in packed.left_out[:8])
+        more = len(packed.left_out) - 8
+        text += f"; left out: {shown}" + (f" and {more} more" if more > 0 else "")
+    say(text)
+    for warning in packed.warnings:
+        say(f"warning: {warning}")

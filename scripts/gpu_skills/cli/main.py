@@ -1,0 +1,99 @@
+"""`gpu`: the entry point. Finds the command, runs it, and turns every outcome into text or JSON and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from gpu_skills import __version__
+from gpu_skills.cli.base import LazyGroup
+from gpu_skills.cli.output import print_error, say
+from gpu_skills.errors import EXIT_CANCELLED, Bug, GpuError, UsageError
+
+_C = "gpu_skills.cli."
+COMMANDS = {
+    "init": (_C + "project:init", "Make this directory a project (.pi/gpu, gpu.yaml)."),
+    "login": (_C + "login:login", "Store a credential, read from stdin or a hidden prompt."),
+    "doctor": (_C + "doctor:doctor", "Check this computer, the project and its machine; changes nothing."),
+    "status": (_C + "project:status", "What is alive in this project; reads only."),
+    "offers": (_C + "offers:offers", "What could be used, at which rate; reads only."),
+    "setup": (_C + "project:setup", "Make the project's machine ready."),
+    "destroy": (_C + "project:destroy", "Give the project's machine back; refused while outputs are uncollected."),
+    "spend": (_C + "spend:spend", "What was spent, from the ledger; reads only."),
+    "demo": (_C + "demo:demo", "Train a small model as a job on this machine, start to end, for nothing."),
+    "job": (_C + "job:job", "Run your own code as a job: run ls status logs pull cancel."),
+    "machine": (_C + "machine:machine", "The project's machines: ls."),
+}
+
+
+@click.group(
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Every command takes --json. Start with: gpu init --jobs, then gpu job run -- CMD",
+)
+@click.version_option(__version__, prog_name="gpu")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document (also after any command).")
+@click.option("--mode", metavar="MODE", help="Take rights away: audit, prepare, promote, operate.")
+@click.pass_context
+def gpu(click_context: click.Context, as_json: bool, mode: str | None) -> None:
+    """GPU operations for coding agents: run code on GPUs with bounded cost and verified outputs."""
+    from gpu_skills.cli.context import Context
+
+    if click_context.obj is None:
+        click_context.obj = Context()
+    click_context.obj.json = as_json
+    click_context.obj.mode_flag = mode
+
+
+def run(args: list[str], obj: object | None = None) -> int:
+    """Run one command line and return its exit code. Nothing escapes: errors are printed here."""
+    as_json = "--json" in (args[: args.index("--")] if "--" in args else args)
+    leaf: click.Command | None = _named(args)
+    failure_exit = getattr(leaf, "failure_exit", None)
+    try:
+        result = gpu.main(args=args, prog_name="gpu", standalone_mode=False, obj=obj)
+        return result if isinstance(result, int) else 0
+    except GpuError as exc:
+        error = exc
+    except click.exceptions.NoArgsIsHelpError as exc:
+        click.echo(exc.ctx.get_help() if exc.ctx else str(exc))
+        return 0
+    except click.UsageError as exc:
+        error = UsageError(
+            exc.format_message(), next_step=f"{exc.ctx.command_path if exc.ctx else 'gpu'} --help", found=args
+        )
+    except click.ClickException as exc:
+        error = UsageError(exc.format_message())
+    except (click.Abort, KeyboardInterrupt):
+        say("gpu: interrupted")
+        return EXIT_CANCELLED
+    except BrokenPipeError:
+        # The reader went away (`gpu … | head`): keep Python from complaining about it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as exc:
+        from gpu_skills.cli import debuglog
+
+        where = debuglog.record(exc)
+        error = Bug(message=f"{type(exc).__name__}: {exc}", log=where)
+    print_error(error, as_json=as_json)
+    return error.exit_code if failure_exit is None else failure_exit
+
+
+def _named(args: list[str]) -> click.Command | None:
+    """The command these arguments name, found without running anything: it decides how failures exit."""
+    found: click.Command | None = gpu
+    for arg in args:
+        if arg.startswith("-"):
+            continue
+        if not isinstance(found, LazyGroup) or arg not in found.lazy:
+            break
+        found = found.get_command(click.Context(found), arg)
+    return found
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))

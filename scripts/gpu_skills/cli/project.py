@@ -1,0 +1,165 @@
+"""`gpu init`, `status`, `setup`, `destroy`: the project and its machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gpu_skills.cli.base import command
+from gpu_skills.cli.context import Context
+from gpu_skills.cli.output import Output, table
+from gpu_skills.units import format_usd
+
+
+@command(
+    "init",
+    example="gpu init --jobs --min-vram-gb 24 --provider ssh --host mybox",
+    exits="0 done · 2 usage or an invalid file",
+)
+@click.option("--jobs", is_flag=True, help="Write gpu.yaml for jobs: runtime.engine none and the default image.")
+@click.option("--min-vram-gb", type=click.FloatRange(min=0, min_open=True, max=10_000), help="GPU memory the work needs.")
+@click.option("--provider", metavar="P", help="local (this machine) or ssh (a host of yours).")
+@click.option("--host", metavar="NAME", help="With ssh: a name from hosts.yaml or your SSH configuration.")
+@click.option("--project-id", metavar="ID", help="Use this id, so that every clone has the same.")
+def init(
+    context: Context, jobs: bool, min_vram_gb: float | None, provider: str | None, host: str | None, project_id: str | None
+) -> Output:
+    """Make this directory a project: writes .pi/gpu, gpu.yaml and a .gitignore line. Costs nothing; repeating is safe."""
+    from gpu_skills.state import scaffold
+    from gpu_skills.state import project as projects
+
+    made = projects.init(context.cwd, project_id=project_id)
+    changed = scaffold.write_gpu_yaml(
+        made.root, jobs=jobs, min_vram_gb=min_vram_gb, provider=provider, host=host, environ=context.environ
+    )
+    document = {
+        "project_id": made.project_id,
+        "root": str(made.root),
+        "state": str(made.state),
+        "gpu_yaml": changed,
+        "next_step": "gpu setup",
+    }
+    return Output(
+        document,
+        f"project {made.project_id} in {made.root}\ngpu.yaml: {changed}\nnext: gpu setup, then gpu job run -- CMD",
+    )
+
+
+@command("setup", example="gpu setup", exits="0 ready · 1 failed · 2 usage · 3 refused · 5 no machine fits")
+def setup(context: Context) -> Output:
+    """Make the project's machine ready. On local and ssh this costs nothing; repeating is safe."""
+    from gpu_skills.cli.progress import spinner
+
+    with spinner(context, "setting up"):
+        link = context.ready_machine(progress=lambda line: None)
+    document = machine_document(link.machine)
+    return Output({"machine": document}, "ready: " + machine_line(document))
+
+
+@command("status", reads_only=True, example="gpu status --json")
+def status(context: Context) -> Output:
+    """What is alive in this project: machines, running jobs, outputs not collected. Reads only."""
+    from gpu_skills.jobs.collect import is_collected, uncollected
+    from gpu_skills.lifecycle import machines
+
+    found = [machine_document(m) for m in machines.all_machines(context.project)]
+    running = [line["id"] for line in context.ledger.open_jobs()]
+    waiting = [
+        line["id"]
+        for line in context.ledger.jobs(limit=50)
+        if line["id"] not in running
+        and not is_collected(context.project, line["id"])
+        and uncollected(context.project, line["id"])
+    ]
+    burn = sum(m["rate_usd_hr"] for m in found if m["status"] in ("ready", "busy", "booting", "unknown", "terminating"))
+    document = {
+        "project_id": context.project.project_id,
+        "root": str(context.project.root),
+        "machines": found,
+        "running_jobs": running,
+        "uncollected_jobs": waiting,
+        "burn_usd_hr": burn,
+        "next_step": _next_step(running, waiting, found),
+    }
+    lines = [f"project {document['project_id']} in {document['root']}"]
+    lines += [f"machine {machine_line(m)}" for m in found] or ["no machine yet: gpu setup"]
+    if running:
+        lines.append(f"running: {', '.join(running[:10])}")
+    if waiting:
+        lines.append(f"outputs not collected: {', '.join(waiting[:10])} (gpu job pull JOB)")
+    lines.append(f"burn: {format_usd(burn)}/h")
+    return Output(document, "\n".join(lines))
+
+
+@command("destroy", example="gpu destroy", exits="0 done · 1 failed · 3 a job runs or outputs are not collected")
+@click.option(
+    "--abandon-outputs", multiple=True, metavar="JOB", help="The user's explicit instruction to lose this job's outputs."
+)
+def destroy(context: Context, abandon_outputs: tuple[str, ...]) -> Output:
+    """Give the project's machine back. Refused while a job runs or outputs are not collected. A host of yours stays up."""
+    from gpu_skills.lifecycle import machines
+    from gpu_skills.jobs import release
+
+    released = []
+    for machine in machines.all_machines(context.project):
+        if machine.status in ("destroyed", "lost"):
+            continue
+        released.append(release.give_back(context.project, context.ledger, context.clock, context.connect, machine, abandon_outputs))
+    document = {"released": released}
+    text = "\n".join(f"{m} given back" for m in released) or "nothing to give back"
+    return Output(document, text)
+
+
+def machine_document(machine: Any) -> dict[str, Any]:
+    session = machine.session or {}
+    return {
+        "id": machine.id,
+        "provider": machine.provider,
+        "host": machine.host,
+        "status": machine.status,
+        "gpu": machine.gpu,
+        "gpu_count": machine.gpu_count,
+        "vram_gb": machine.vram_gb,
+        "rate_usd_hr": machine.rate_json,
+        "session": {
+            "id": session.get("id"),
+            "deadline_at": session.get("deadline_at"),
+            "deadline_reason": session.get("deadline_reason"),
+            "idle_timeout_s": session.get("idle_timeout_s"),
+            "expired_why": session.get("expired_why"),
+        }
+        if session
+        else None,
+    }
+
+
+def machine_line(document: dict[str, Any]) -> str:
+    gpu = f"{document['gpu_count']} × {document['gpu']}" if document["gpu_count"] else "no GPU"
+    return f"{document['id']}  {document['provider']} {document['host']}  {document['status']}  {gpu}  {format_usd(document['rate_usd_hr'])}/h"
+
+
+def machine_table(documents: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            d["id"],
+            d["provider"],
+            d["host"],
+            d["status"],
+            f"{d['gpu_count']} × {d['gpu']}" if d["gpu_count"] else "-",
+            f"{d['vram_gb']:g}" if d["vram_gb"] else "-",
+            format_usd(d["rate_usd_hr"]),
+        ]
+        for d in documents
+    ]
+    return table(rows, ["MACHINE", "PROVIDER", "HOST", "STATUS", "GPU", "VRAM_GB", "USD/H"])
+
+
+def _next_step(running: list[str], waiting: list[str], found: list[dict[str, Any]]) -> str:
+    if running:
+        return f"gpu job status {running[-1]}"
+    if waiting:
+        return f"gpu job pull {waiting[-1]}"
+    return "gpu job run -- CMD" if found else "gpu setup"
+
+

@@ -1,0 +1,61 @@
+"""A link to a machine: the conversation with its runner and the way for bulk data. Puts `remote` and the machine record together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpu_skills.lifecycle.machines import Machine
+    from gpu_skills.remote.session import Session
+
+
+class Link:
+    """An open conversation with one machine. `bulk` is None where the control connection is as good as any (this machine)."""
+
+    def __init__(self, machine: Machine, open_session: Callable[[], tuple[Session, Any]]):
+        self.machine = machine
+        self._open_session = open_session
+        self.session, self.bulk = open_session()
+
+    @property
+    def host(self) -> str:
+        return self.machine.host
+
+    def reopen(self) -> None:
+        """Connect again after the connection broke."""
+        self.session.close()
+        self.session, self.bulk = self._open_session()
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def connect(machine: Machine, *, known_hosts: Path, environ: Mapping[str, str]) -> Link:
+    """Open a link. Raises RemoteError kinds: unreachable, wrong host key, no login, no python3 or bash."""
+    from gpu_skills.remote.session import Session
+
+    if machine.endpoint is None:
+        from gpu_skills.remote.transport import LocalTransport
+
+        def open_here() -> tuple[Session, Any]:
+            return Session.open(LocalTransport(), root=machine.root or local_root(environ)), None
+
+        return Link(machine, open_here)
+
+    from gpu_skills.remote.bulk import Bulk
+    from gpu_skills.remote.ssh import SshTransport
+
+    def open_there() -> tuple[Session, Any]:
+        transport = SshTransport(machine.endpoint, machine_id=machine.id, known_hosts=known_hosts)
+        return Session.open(transport, root=machine.root), Bulk(transport)
+
+    return Link(machine, open_there)
+
+
+def local_root(environ: Mapping[str, str]) -> str:
+    """Where jobs of this machine live: the user's data directory, outside every project."""
+    from gpu_skills.state.project import user_data_dir
+
+    return str(user_data_dir(environ) / "machine")
