@@ -166,6 +166,12 @@ class MissingProgram(Failed):
     next_step = "install {program}"
 
 
+class EnvironmentFailed(Failed):
+    code, retryable = "environment_failed", True
+    template = "cannot make the Python environment: {reason}"
+    next_step = "run the command again"
+
+
 class DiskFull(Failed):
     code = "disk_full"
     template = "cannot write {path}: {reason}"
