@@ -26,7 +26,7 @@ LOCK_TIMEOUT_S = 10.0
 MAX_RECORD_FILE_BYTES = 64 * 1024 * 1024
 
 # Locks are taken from left to right only, so that two commands can never wait for each other. A file that is not
-# named here comes last, by name.
+# named here (the locks of one job's folder) comes before all of them, among its like by path.
 LOCK_ORDER = (
     "accounts",
     "project.json",
@@ -228,7 +228,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rank(path: Path) -> tuple[int, str]:
-    index = LOCK_ORDER.index(path.name) if path.name in LOCK_ORDER else len(LOCK_ORDER)
+    index = LOCK_ORDER.index(path.name) if path.name in LOCK_ORDER else -1
     return index, str(path)
 
 

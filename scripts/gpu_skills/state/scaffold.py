@@ -56,13 +56,17 @@ def _set(text: str, key: str, value: str, *, file: Path) -> str:
     """Give `key:` this value where it stands, flow or block style; at the top level it may be added."""
     pattern = re.compile(rf"(?m)^(?P<head>(?:[^#\n]*[\s{{,])?{key}:[ \t]*)(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s,}}#]*)")
     if pattern.search(text):
-        return pattern.sub(lambda m: m["head"] + (" " if not m["head"].endswith((" ", "\t")) else "") + value, text, count=1)
+        return pattern.sub(
+            lambda m: m["head"] + (" " if not m["head"].endswith((" ", "\t")) else "") + value, text, count=1
+        )
     commented = re.compile(rf"(?m)^#\s*{key}:.*$")
     if commented.search(text):
         return commented.sub(f"{key}: {value}", text, count=1)
     if key in ("provider", "host"):
         return f"{key}: {value}\n{text}"
-    raise ConfigError(file=file.name, problem=f"no place for {key} found", next_step=f"write {key}: {value} into {file.name}")
+    raise ConfigError(
+        file=file.name, problem=f"no place for {key} found", next_step=f"write {key}: {value} into {file.name}"
+    )
 
 
 def _scalar(text: str) -> str:
