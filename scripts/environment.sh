@@ -35,7 +35,7 @@ _gpu_find_python() {
 make_environment() {
   _gpu_find_python
   if [ -n "$_gpu_python" ]; then
-    "$_gpu_python" -I "$_gpu_bootstrap" "${OSTYPE%%[0-9]*}-$HOSTTYPE" "$@"
+    "$_gpu_python" -I -B "$_gpu_bootstrap" "${OSTYPE%%[0-9]*}-$HOSTTYPE" "$@"
     return
   fi
   _gpu_message="no Python 3.11 or newer runs here"

@@ -71,9 +71,11 @@ def environment(platform: str, lock: Path, *, remake: bool = False) -> Path:
     if not remake and _is_whole(env, packages):
         return env
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    asked_at = time.time()
     with _alone(cache / "making.lock"):
-        if not remake and _is_whole(env, packages):
-            return env  # made by the one we waited for
+        # The one we waited for may have made it. It may be in use by now, so `remake` is not meant for it.
+        if _is_whole(env, packages) and (not remake or (env / "lock").stat().st_mtime >= asked_at):
+            return env
         _remove_leftovers(cache, env)
         _make(env, python, lock, packages)
     return env
@@ -150,8 +152,7 @@ def _make(env: Path, python: Path, lock: Path, packages: bytes) -> None:
     log = env.parent / "install.log"
     try:
         _say(f"making its Python environment in {env} ({count} packages; first use, or the lock changed)")
-        installers = [_with_uv, _with_pip] if not _pip_knows_an_index() else [_with_pip, _with_uv]
-        _install_with_first(installers, making, python, lock, log)
+        _install_with_first(_installers(), making, python, lock, log)
         new = making / "env"
         (new / "used").touch()
         (new / "lock").write_bytes(packages)
@@ -164,6 +165,12 @@ def _make(env: Path, python: Path, lock: Path, packages: bytes) -> None:
 
 
 Installer = Callable[[Path, Path, Path, Path], None]
+
+
+def _installers() -> list[Installer]:
+    """uv first, for its speed, unless only pip was told where packages come from: uv does not read those settings."""
+    uv_knows = any(name.startswith("UV_") and ("INDEX" in name or "FIND_LINKS" in name) for name in os.environ)
+    return [_with_pip, _with_uv] if _pip_knows_an_index() and not uv_knows else [_with_uv, _with_pip]
 
 
 def _install_with_first(installers: list[Installer], making: Path, python: Path, lock: Path, log: Path) -> None:
@@ -241,7 +248,7 @@ def _explained(said: str, log: Path) -> GpuError:
 
 
 def _pip_knows_an_index() -> bool:
-    """Whether the user told pip where packages come from. uv does not read those settings, so pip goes first then."""
+    """Whether pip's variables or one of its configuration files say where packages come from."""
     settings = ("index-url", "extra-index-url", "no-index", "find-links", "proxy")
     if any("PIP_" + name.upper().replace("-", "_") in os.environ for name in settings):
         return True
