@@ -135,8 +135,13 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def adam(
     weights: Parameters, gradients: Parameters, first: Parameters, second: Parameters, step: int, learning_rate: float
 ) -> None:
-    """One step of Adam, in place, on gradients clipped to a global norm of 1. `step` counts from 1."""
+    """One step of Adam, in place, on gradients clipped to a global norm of 1. `step` counts from 1.
+
+    Raises FloatingPointError, and changes nothing, when the gradient is not a number.
+    """
     norm = np.sqrt(sum(float((g * g).sum(dtype=np.float64)) for g in gradients.values()))
+    if not np.isfinite(norm):
+        raise FloatingPointError(f"the gradient of step {step} is not a number")
     scale = 1.0 / max(1.0, norm)
     rate = learning_rate * np.sqrt(1 - 0.99**step) / (1 - 0.9**step)
     for name, gradient in gradients.items():

@@ -127,10 +127,11 @@ class Run:
         kept = rng.random((WINDOW, BATCH, HIDDEN), dtype=np.float32) >= DROPOUT
         mask = kept.astype(np.float32) / np.float32(1 - DROPOUT)
         loss, gradients = model.loss_and_gradients(self.weights, inputs, targets, mask)
-        if math.isfinite(loss):  # a broken gradient must not reach the weights
-            rate = LEARNING_RATE * max(0.05, 1 - self.step / DECAY_STEPS)
-            model.adam(self.weights, gradients, self.first, self.second, self.step + 1, rate)
-            self.step += 1
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of step {self.step + 1} is not a number")
+        rate = LEARNING_RATE * max(0.05, 1 - self.step / DECAY_STEPS)
+        model.adam(self.weights, gradients, self.first, self.second, self.step + 1, rate)
+        self.step += 1
         return loss
 
     def _arrays(self) -> list[tuple[str, dict]]:
@@ -188,7 +189,10 @@ class Outputs:
 
 
 def train(run: Run, text: Text, outputs: Outputs, seconds: float, steps: int, signals: list[int]) -> str:
-    """Take steps until a limit or a signal; returns which: `seconds`, `steps`, a signal's name or `not_a_number`."""
+    """Take steps until a limit or a signal; returns which: `seconds`, `steps` or a signal's name.
+
+    Raises FloatingPointError when a loss or gradient is not a number, before anything of it reaches a file.
+    """
     started, before = time.monotonic(), run.seconds
     pending: list[float] = []
     counted_from, shown_at = time.monotonic(), -math.inf
@@ -197,6 +201,8 @@ def train(run: Run, text: Text, outputs: Outputs, seconds: float, steps: int, si
         """Put a point on the curves, and the files where a reader finds them."""
         nonlocal counted_from, pending
         held_out = model.sequence_loss(run.weights, text.held_out, HELD_OUT_LANES)
+        if not math.isfinite(held_out):
+            raise FloatingPointError(f"the held-out loss after step {run.step} is not a number")
         characters_per_s = len(pending) * BATCH * WINDOW / max(1e-9, time.monotonic() - counted_from)
         run.history.append(
             {
@@ -229,11 +235,8 @@ def train(run: Run, text: Text, outputs: Outputs, seconds: float, steps: int, si
         elif time.monotonic() - started >= seconds:
             reason = "seconds"
         else:
-            loss = run.train_one_step(text)
+            pending.append(run.train_one_step(text))
             run.seconds = before + time.monotonic() - started
-            if not math.isfinite(loss):
-                return "not_a_number"
-            pending.append(loss)
             if run.step % REPORT_EVERY == 0:
                 measure()
                 if time.monotonic() - shown_at >= 1:
@@ -273,11 +276,10 @@ def main() -> int:
     if resume_from:
         say(f"going on from step {run.step} of {resume_from}")
 
-    reason = train(run, text, outputs, seconds, steps, signals)
-    if reason == "not_a_number":
-        print(
-            f"train.py: loss of step {run.step + 1} is not a number; the checkpoints are older", file=sys.stderr
-        )
+    try:
+        reason = train(run, text, outputs, seconds, steps, signals)
+    except FloatingPointError as problem:
+        print(f"train.py: {problem}; the files are from before it", file=sys.stderr)
         return 1
 
     held_out = run.history[-1]["held_out_loss"]
