@@ -1,0 +1,225 @@
+"""Jobs on this machine through the real command line, the real runner and real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+
+import pytest
+
+pytestmark = pytest.mark.subprocess
+
+
+@pytest.fixture
+def project(tmp_path, gpu):
+    assert gpu("init", "--jobs").exit_code == 0
+    return tmp_path
+
+
+def ledger(project):
+    return [json.loads(line) for line in (project / ".pi/gpu/jobs.jsonl").read_text().splitlines()]
+
+
+def test_a_job_runs_and_its_outputs_come_back_verified_with_a_ledger_line(project, gpu):
+    (project / "make.py").write_text("import os\nopen(os.environ['GPU_OUTPUT_DIR'] + '/a.txt', 'w').write('hello')\nprint('made')\n")
+    result = gpu("job", "run", "--json", "--", "python3", "make.py")
+    assert result.exit_code == 0, result.stderr
+    document = result.document
+    assert document["state"] == "succeeded" and document["exit_code"] == 0 and document["collected"]
+    assert "made" in result.stderr
+    local = project / "gpu-outputs" / document["job"] / "a.txt"
+    assert local.read_text() == "hello"
+    assert document["outputs"] == [{"path": "a.txt", "bytes": 5, "sha256": hashlib.sha256(b"hello").hexdigest()}]
+    lines = ledger(project)
+    assert [line["status"] for line in lines] == ["running", "completed"]
+    assert lines[1]["id"] == document["job"] == "J-000001"
+    assert lines[1]["duration_s"] > 0 and lines[1]["cost_usd"] == 0
+
+
+@pytest.mark.parametrize(("command", "code", "state"), [("exit 7", 7, "failed"), ("kill -9 $$", 137, "failed")])
+def test_gpu_job_run_exits_with_the_jobs_own_code(project, gpu, command, code, state):
+    result = gpu("job", "run", "--json", "--", command)
+    assert (result.exit_code, result.document["state"]) == (code, state)
+    assert ledger(project)[-1]["status"] == "failed" and ledger(project)[-1]["error"]
+
+
+def test_a_job_over_its_timeout_exits_124_and_names_the_limit(project, gpu):
+    result = gpu("job", "run", "--json", "--timeout", "1s", "--", "sleep 60")
+    assert result.exit_code == 124
+    assert result.document["state"] == "timeout" and result.document["reason"] == "timeout"
+
+
+def test_setup_that_fails_keeps_run_from_starting(project, gpu):
+    (project / "gpujob.yaml").write_text("setup: exit 3\nrun: touch $GPU_OUTPUT_DIR/ran\n")
+    result = gpu("job", "run", "--json")
+    assert result.exit_code == 3 and result.document["reason"] == "setup_failed"
+    assert result.document["outputs"] == []
+
+
+def test_exit_zero_is_not_believed_without_the_expected_outputs(project, gpu):
+    (project / "gpujob.yaml").write_text("run: echo done\nexpect: [model.bin]\n")
+    result = gpu("job", "run", "--json")
+    assert result.exit_code == 1
+    assert result.document["state"] == "failed" and result.document["reason"] == "outputs_missing"
+
+
+def test_a_detached_job_is_followed_cancelled_and_leaves_no_process(project, gpu):
+    started = gpu("job", "run", "--detach", "--json", "--", "setsid sleep 300 & echo on; sleep 300")
+    assert started.exit_code == 0 and started.document["state"] == "running"
+    deadline = time.monotonic() + 10
+    while "on" not in gpu("job", "logs").stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert gpu("status", "--json").document["running_jobs"] == ["J-000001"]
+    cancelled = gpu("job", "cancel", "--json")
+    assert cancelled.document["state"] == "cancelled" and cancelled.document["exit_code"] == 130
+    nonce = json.loads((project / ".pi/gpu/jobs/J-000001/job.json").read_text())["nonce"]
+    assert not carriers(nonce)
+    assert ledger(project)[-1]["status"] == "cancelled"
+
+
+def carriers(nonce):
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as stream:
+                if nonce.encode() in stream.read():
+                    found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def test_pull_works_mid_run_and_moves_only_what_changed(project, gpu):
+    run = "echo one > $GPU_OUTPUT_DIR/one; until [ -e $GPU_WORKSPACE/go ]; do sleep 0.05; done; echo two > $GPU_OUTPUT_DIR/two"
+    gpu("job", "run", "--detach", "--json", "--", run)
+    deadline = time.monotonic() + 10
+    while not (first := gpu("job", "pull", "--json").document)["files"]:
+        assert time.monotonic() < deadline
+    assert first["files"] == 1 and not first["final"]
+    workspace = next((project_data()).glob("machine/projects/*/workspace"))
+    (workspace / "go").touch()
+    while gpu("job", "status", "--json").document["state"] == "running":
+        assert time.monotonic() < deadline + 10
+        time.sleep(0.1)
+    second = gpu("job", "pull", "--json").document
+    assert (second["new"], second["unchanged"], second["final"]) == (1, 1, True)
+    assert gpu("job", "status", "--json").document["collected"]
+
+
+def project_data():
+    from gpu_skills.state.project import user_data_dir
+
+    return user_data_dir(os.environ)
+
+
+def test_destroy_is_refused_until_the_outputs_are_collected(project, gpu):
+    gpu("job", "run", "--no-pull", "--json", "--", "echo x > $GPU_OUTPUT_DIR/x; echo yy > $GPU_OUTPUT_DIR/y")
+    refused = gpu("destroy", "--json")
+    assert refused.exit_code == 3 and refused.error["code"] == "not_collected"
+    assert "2 files" in refused.error["message"] and refused.error["next_step"] == "gpu job pull J-000001"
+    gpu("job", "pull", "--json")
+    assert gpu("destroy", "--json").exit_code == 0
+
+
+def test_destroy_is_refused_while_a_job_runs(project, gpu):
+    gpu("job", "run", "--detach", "--json", "--", "sleep 100")
+    refused = gpu("destroy", "--json")
+    assert refused.exit_code == 3 and refused.error["code"] == "job_running"
+    gpu("job", "cancel", "--json")
+
+
+def test_a_job_sees_the_whole_environment_and_its_own_copy(project, gpu, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh12345678")
+    monkeypatch.setenv("VAST_API_KEY", "vast-credential-value")
+    (project / "data.txt").write_text("original")
+    names = "GPU_OUTPUT_DIR GPU_JOB_ID GPU_JOB_DIR GPU_WORKSPACE KURA_WORKSPACE KURA_RUN_ID JAMBU_OUTPUT_DIR JAMBU_JOB_ID HF_HOME HF_HUB_CACHE PYTHONUNBUFFERED"
+    check = f"for n in {names}; do [ -n \"${{!n}}\" ] || exit 9; done; [ $PWD = $GPU_JOB_DIR ] || exit 8; [ -z \"$VAST_API_KEY\" ] || exit 7; [ $HF_HUB_CACHE = $HF_HOME/hub ] || exit 6; echo changed > data.txt; [ $HF_TOKEN = $(printf hf_; echo abcdefgh12345678) ] || exit 5"
+    result = gpu("job", "run", "--json", "--", check)
+    assert result.exit_code == 0, result.stderr
+    assert (project / "data.txt").read_text() == "original"
+
+
+def test_values_given_on_the_command_line_are_written_nowhere(project, gpu, tmp_path):
+    secret = "s3cr3tXYZ-value"
+    result = gpu("job", "run", "--json", "--env", f"MY_TOKEN={secret}", "--", "[ ${#MY_TOKEN} = 15 ] && echo token=$MY_TOKEN")
+    assert result.exit_code == 0, result.stderr
+    assert secret not in result.stdout + result.stderr
+    for top in (project / ".pi", project_data()):
+        for path in top.rglob("*"):
+            if path.is_file():
+                assert secret.encode() not in path.read_bytes(), path
+
+
+def test_a_need_this_machine_lacks_is_exit_5_and_names_the_provider_option(project, gpu):
+    (project / "gpu.yaml").write_text("provider: local\ncompute: {min_vram_gb: 4000}\n")
+    result = gpu("setup", "--json")
+    assert result.exit_code == 5 and "--provider" in result.error["next_step"]
+    run = gpu("job", "run", "--json", "--", "true")
+    assert run.exit_code == 125 and run.error["code"] == "cannot_satisfy"
+    assert run.stderr.strip().splitlines()[-1].endswith("[cannot_satisfy]")
+
+
+def test_every_failure_of_gpu_itself_in_job_run_is_125(project, gpu):
+    assert gpu("job", "run", "--json").exit_code == 125
+    assert gpu("job", "run", "--no-such-option").exit_code == 125
+    (project / "id_rsa").write_text("x")
+    assert gpu("job", "run", "--json", "--", "true").exit_code == 125
+
+
+def test_a_second_upload_of_the_same_directory_sends_nothing(project, gpu):
+    (project / "big.bin").write_bytes(os.urandom(300_000))
+    gpu("job", "run", "--json", "--", "true")
+    second = gpu("job", "run", "--json", "--", "true").document
+    assert second["upload"]["bytes_sent"] == 0 and second["upload"]["bytes_total"] >= 300_000
+
+
+def test_logs_show_the_tail_and_continue_at_an_offset(project, gpu):
+    gpu("job", "run", "--json", "--", "for i in 1 2 3 4 5; do echo line $i; done")
+    assert gpu("job", "logs", "--tail", "2").stdout == "line 4\nline 5\n"
+    whole = gpu("job", "logs", "--json").document
+    assert whole["text"].splitlines()[0] == "line 1"
+    assert gpu("job", "logs", "--json", "--offset", str(whole["next"])).document["text"] == ""
+
+
+def test_the_log_never_carries_raw_control_sequences(project, gpu):
+    result = gpu("job", "run", "--", r"printf '\033[31mred\033[0m\033]0;owned\007\n'")
+    assert "\x1b" not in result.stdout and "red" in result.stdout
+    assert "\x1b" not in gpu("job", "logs").stdout
+
+
+def test_progress_is_shown_with_unit_and_rate(project, gpu):
+    (project / "gpujob.yaml").write_text(
+        "run: for i in 1 2 3; do echo progress rows=$((i*100)); sleep 0.2; done; sleep 30\nprogress: {unit: rows, stall: 1s, on_stall: cancel}\n"
+    )
+    result = gpu("job", "run", "--json")
+    assert result.exit_code == 130
+    assert result.document["state"] == "cancelled" and result.document["reason"] == "no_progress"
+    assert result.document["progress"]["unit"] == "rows" and result.document["progress"]["value"] == 300
+
+
+def test_the_session_budget_ends_a_job_with_124_and_names_the_limit(project, gpu):
+    # On this machine the rate is 0, so the deadline of the session is what ends it.
+    (project / "gpu.yaml").write_text("provider: local\nlifecycle: {max_lifetime: 3s}\n")
+    (project / "gpujob.yaml").write_text("run: sleep 60\ntimeout: 2s\n")
+    gpu("setup", "--json")
+    deadline = time.monotonic() + 20
+    result = gpu("job", "run", "--json", "--timeout", "3s", "--", "sleep 60")
+    assert result.exit_code == 124 and time.monotonic() < deadline
+    assert result.document["reason"] in ("max_lifetime", "timeout")
+
+
+def test_commands_without_a_project_name_init(gpu):
+    for args in (["job", "ls"], ["status"], ["setup"], ["job", "status"], ["spend"]):
+        result = gpu(*args, "--json")
+        assert result.exit_code == 2 and result.error["next_step"] == "gpu init", args
+
+
+def test_reading_commands_run_in_audit_and_others_are_refused(project, gpu, monkeypatch):
+    monkeypatch.setenv("GPU_MODE", "audit")
+    assert gpu("status", "--json").exit_code == 0
+    refused = gpu("setup", "--json")
+    assert refused.exit_code == 3 and refused.error["code"] == "mode_forbids"
+    assert gpu("setup", "--json", "--mode", "operate").exit_code == 3
