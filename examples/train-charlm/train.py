@@ -7,7 +7,7 @@ TRAIN_SECONDS   stop after this much wall time (20)
 TRAIN_STEPS     stop at this step, counted over all resumed runs (1500)
 RESUME_FROM     a checkpoint to go on from; every later step is the one the unbroken run would have made
 
-Ends with 0 when a limit is reached, 1 when the loss is no longer a number, 2 for a setting that cannot be used, and
+Ends with 0 when a limit is reached, 1 when the loss is no longer a number or a file cannot be written, 2 for a setting that cannot be used, and
 128 + the signal's number when it was told to stop: after SIGTERM it saves one more checkpoint first.
 """
 
@@ -19,7 +19,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 from zipfile import BadZipFile
 
 # One thread: the matrices are small. With two, on two cores that another program also used, the threads waited for each
@@ -225,32 +227,31 @@ def train(run: Run, text: Text, outputs: Outputs, seconds: float, steps: int, si
             f"{point['characters_per_s']:>7,} chars/s   {run.seconds:5.1f} s"
         )
 
+    def reason_to_stop() -> str | None:
+        if signals:
+            return signal.Signals(signals[0]).name
+        if run.step >= steps:
+            return "steps"
+        return "seconds" if time.monotonic() - started >= seconds else None
+
     if not run.history:
         measure()
-    while True:
-        if signals:
-            reason = signal.Signals(signals[0]).name
-        elif run.step >= steps:
-            reason = "steps"
-        elif time.monotonic() - started >= seconds:
-            reason = "seconds"
-        else:
-            pending.append(run.train_one_step(text))
-            run.seconds = before + time.monotonic() - started
-            if run.step % REPORT_EVERY == 0:
-                measure()
-                if time.monotonic() - shown_at >= 1:
-                    show()
-            if run.step % CHECKPOINT_EVERY == 0:
-                outputs.checkpoint(run)
-            continue
-        if pending:
+    while (reason := reason_to_stop()) is None:
+        pending.append(run.train_one_step(text))
+        run.seconds = before + time.monotonic() - started
+        if run.step % REPORT_EVERY == 0:
             measure()
-        if run.history[-1]["train_loss"] is not None:
-            show()
-        outputs.checkpoint(run)
-        outputs.report(run, stopped_by=reason)
-        return reason
+            if time.monotonic() - shown_at >= 1:
+                show()
+        if run.step % CHECKPOINT_EVERY == 0:
+            outputs.checkpoint(run)
+    if pending:
+        measure()
+    if run.history[-1]["train_loss"] is not None:
+        show()
+    outputs.checkpoint(run)
+    outputs.report(run, stopped_by=reason)
+    return reason
 
 
 def main() -> int:
@@ -281,13 +282,16 @@ def main() -> int:
     except FloatingPointError as problem:
         print(f"train.py: {problem}; the files are from before it", file=sys.stderr)
         return 1
+    except OSError as problem:
+        print(f"train.py: cannot write the outputs: {problem}", file=sys.stderr)
+        return 1
 
     held_out = run.history[-1]["held_out_loss"]
     say(f"stopped by {reason} at step {run.step} after {run.seconds:.1f} s")
     say(baseline)
     say(f"this model on notes it never saw: loss {held_out:.3f}, perplexity {math.exp(held_out):.2f}")
     say("it now writes like this:\n\n" + outputs.sample(run))
-    return 128 + signals[0] if signals else 0
+    return 128 + signals[0] if reason.startswith("SIG") else 0
 
 
 def positive_setting(name: str, default: float) -> float:
@@ -301,7 +305,8 @@ def positive_setting(name: str, default: float) -> float:
     return value
 
 
-def write(path: Path, fill) -> None:
+def write(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Fill a file beside `path`, bring it to the disk, then give it its name."""
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "wb") as file:
         fill(file)
