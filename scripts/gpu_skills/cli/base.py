@@ -81,12 +81,15 @@ def command(
             **settings,
         )(run)
         made.params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON document."))
-        made.params.append(
-            click.Option(["--mode"], metavar="MODE", help=f"Take rights away: {', '.join(MODES)}.")
-        )
+        made.params.append(click.Option(["--mode"], metavar="MODE", help=f"Take rights away: {', '.join(MODES)}."))
         made.params.append(
             click.Option(
-                ["--debug"], is_flag=True, expose_value=False, is_eager=True, callback=_debug, help="Write a redacted log."
+                ["--debug"],
+                is_flag=True,
+                expose_value=False,
+                is_eager=True,
+                callback=_debug,
+                help="Write a redacted log.",
             )
         )
         made.reads_only = reads_only

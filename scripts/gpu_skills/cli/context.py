@@ -68,7 +68,9 @@ class Context:
         from gpu_skills.providers.base import Requirements
 
         compute = self.config.compute
-        need = Requirements(compute.gpu, compute.gpu_count, compute.min_vram_gb, compute.disk_gb, compute.max_rate_usd_hr)
+        need = Requirements(
+            compute.gpu, compute.gpu_count, compute.min_vram_gb, compute.disk_gb, compute.max_rate_usd_hr
+        )
         return self.provider(self.config.provider).offers(need)
 
     def provider(self, name: str) -> Any:

@@ -8,7 +8,9 @@ import re
 import traceback
 from collections.abc import Mapping
 
-_HEADER = re.compile(r"(?i)\b(authorization|x-api-key|api[_-]?key|token|password|secret)(\"?\s*[:=]\s*\"?)(bearer\s+)?[^\s\"',&}]+")
+_HEADER = re.compile(
+    r"(?i)\b(authorization|x-api-key|api[_-]?key|token|password|secret)(\"?\s*[:=]\s*\"?)(bearer\s+)?[^\s\"',&}]+"
+)
 _SHAPES = re.compile(r"\b(hf_|sk-|rpa_|sbx_|ghp_|AKIA)[A-Za-z0-9_-]{8,}")
 _log: logging.Logger | None = None
 

@@ -23,7 +23,12 @@ class DemoFailed(Failed):
 
 
 @command("demo", example="gpu demo", exits="0 it worked · 1 a step failed")
-@click.option("--dir", "directory", type=click.Path(path_type=Path), help="Where to make the demo's project; default: your data directory.")
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    help="Where to make the demo's project; default: your data directory.",
+)
 @click.option("--seconds", type=click.IntRange(1, 600), default=20, show_default=True, help="How long to train.")
 def demo(context: Context, directory: Path | None, seconds: int) -> Output:
     """Train a small character-level language model as a job on this machine. No account; only pip's index. Costs nothing."""

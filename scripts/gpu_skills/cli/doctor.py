@@ -9,7 +9,12 @@ from gpu_skills.cli.context import Context
 from gpu_skills.cli.output import Output
 
 
-@command("doctor", reads_only=True, example="gpu doctor", exits="0 nothing wrong · 1 something is; every problem names its next step")
+@command(
+    "doctor",
+    reads_only=True,
+    example="gpu doctor",
+    exits="0 nothing wrong · 1 something is; every problem names its next step",
+)
 @click.option("--config", "show_config", is_flag=True, help="Every setting, its value and where it comes from.")
 def doctor(context: Context, show_config: bool) -> Output:
     """Check this computer, the project's files and its machine. Changes nothing, costs nothing."""
@@ -17,9 +22,9 @@ def doctor(context: Context, show_config: bool) -> Output:
     from gpu_skills.jobs import checkup
 
     if show_config:
-        origins = context.config.origins()
-        rows = [{"key": k, "value": v, "origin": o} for k, (v, o) in origins.items()]
-        return Output({"config": rows}, "\n".join(f"{r['key']} = {r['value']}    ({r['origin']})" for r in rows))
+        rows = context.config.describe()
+        lines = [f"{r['key']} = {r['value']}    ({r['where']})" for r in rows]
+        return Output({"config": rows}, "\n".join(lines))
     findings = checkup.computer(context.environ)
     try:
         project = context.project
@@ -32,6 +37,10 @@ def doctor(context: Context, show_config: bool) -> Output:
         findings += checkup.jobs_home(project, context.ledger)
     bad = [f for f in findings if f.verdict == "problem"]
     marks = {"ok": "ok  ", "note": "note", "problem": "BAD "}
-    lines = [f"{marks[f.verdict]}  {f.what}: {f.text}" + (f"; next: {f.next_step}" if f.next_step else "") for f in findings]
+    lines = [
+        f"{marks[f.verdict]}  {f.what}: {f.text}" + (f"; next: {f.next_step}" if f.next_step else "") for f in findings
+    ]
     lines.append("nothing wrong" if not bad else f"{len(bad)} to mend")
-    return Output({"findings": [vars(f) for f in findings], "problems": len(bad)}, "\n".join(lines), exit_code=1 if bad else 0)
+    return Output(
+        {"findings": [vars(f) for f in findings], "problems": len(bad)}, "\n".join(lines), exit_code=1 if bad else 0
+    )

@@ -37,19 +37,33 @@ _RUN_EXITS = "the job's own code · 124 timeout · 130 cancelled · 125 gpu itse
     context_settings={"ignore_unknown_options": False},
 )
 @click.argument("cmd", nargs=-1, type=click.UNPROCESSED)
-@click.option("--dir", "directory", type=click.Path(path_type=Path), help="The directory to send; default: the project's.")
+@click.option(
+    "--dir", "directory", type=click.Path(path_type=Path), help="The directory to send; default: the project's."
+)
 @click.option("--detach", is_flag=True, help="Return once the job has started.")
 @click.option("--setup", "setup_command", metavar="CMD", help="Run first; if it fails the job does not start.")
 @click.option("--timeout", metavar="TIME", help='For example "30m"; the job then ends with exit 124.')
 @click.option("--label", metavar="TEXT", help="A name for people.")
-@click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]", help="Pass a variable; without =VALUE from the environment or .env. Never recorded.")
+@click.option(
+    "--env",
+    "env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Pass a variable; without =VALUE from the environment or .env. Never recorded.",
+)
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out (gitignore pattern).")
 @click.option("--expect", multiple=True, metavar="PATTERN", help="An output without which exit 0 is not believed.")
 @click.option("--require-input", multiple=True, metavar="PATH", help="Refuse when this would not be on the machine.")
-@click.option("--allow-secret-file", multiple=True, metavar="PATH", help="Send this file although it looks like a credential.")
+@click.option(
+    "--allow-secret-file", multiple=True, metavar="PATH", help="Send this file although it looks like a credential."
+)
 @click.option("--no-pull", is_flag=True, help="Leave the outputs on the machine.")
-@click.option("--yes", is_flag=True, help="The user's explicit instruction to start what bills; local and ssh do not bill.")
-def run(context: Context, cmd: tuple[str, ...], directory: Path | None, detach: bool, no_pull: bool, yes: bool, **flags: Any) -> Output | None:
+@click.option(
+    "--yes", is_flag=True, help="The user's explicit instruction to start what bills; local and ssh do not bill."
+)
+def run(
+    context: Context, cmd: tuple[str, ...], directory: Path | None, detach: bool, no_pull: bool, yes: bool, **flags: Any
+) -> Output | None:
     """Run code as a job on the project's machine, setting it up when none is ready. Costs nothing on local and ssh.
 
     CMD goes after `--`; without it gpujob.yaml says what to run. Ctrl-C stops watching; the job goes on.
@@ -96,7 +110,9 @@ def run(context: Context, cmd: tuple[str, ...], directory: Path | None, detach: 
         hf_token=_hf_token(context),
     )
     where = f"{link.machine.host}" + (f" ({link.machine.gpu})" if link.machine.gpu else "")
-    say(f"{submitted.job} started on {where}; sent {format_bytes(report.bytes_sent)} of {format_bytes(report.bytes_total)}")
+    say(
+        f"{submitted.job} started on {where}; sent {format_bytes(report.bytes_sent)} of {format_bytes(report.bytes_total)}"
+    )
     if detach:
         document = _job_document(context, submitted.job, submitted.status)
         document["next_step"] = f"gpu job status {submitted.job}"
@@ -124,7 +140,11 @@ def ls(context: Context, limit: int) -> Output:
         ]
         for d in documents
     ]
-    text = table(rows, ["JOB", "STATE", "EXIT", "STARTED", "TIME", "COST", "WHAT"]) if rows else "no jobs yet: gpu job run -- CMD"
+    text = (
+        table(rows, ["JOB", "STATE", "EXIT", "STARTED", "TIME", "COST", "WHAT"])
+        if rows
+        else "no jobs yet: gpu job run -- CMD"
+    )
     left_out = len(everything) - len(shown)
     if left_out:
         text += f"\n… and {left_out} more (--limit)"
@@ -187,7 +207,13 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
             piece = following.Piece(first, start, b"", 0, piece.status)
         text = "\n".join(lines)
         return Output(
-            {"job": line["id"], "text": text, "offset": piece.offset, "next": piece.next, "state": piece.status["state"]},
+            {
+                "job": line["id"],
+                "text": text,
+                "offset": piece.offset,
+                "next": piece.next,
+                "state": piece.status["state"],
+            },
             text,
         )
     start = offset or 0
@@ -200,7 +226,9 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
         start = piece.next
     final = _stream(context, link, line["id"], start)
     _settle(context, link)
-    return Output({"job": line["id"], "text": "", "offset": final.next, "next": final.next, "state": final.status["state"]})
+    return Output(
+        {"job": line["id"], "text": "", "offset": final.next, "next": final.next, "state": final.status["state"]}
+    )
 
 
 @command("pull", example="gpu job pull J-000001", exits="0 everything verified · 1 something is missing or changed")
@@ -282,7 +310,9 @@ def _stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr:
         else:
             _show_line(context, job_id, text, last)
 
-    for piece in following.follow(link, context.project.project_id, job_id, clock=context.clock, offset=offset, say=say):
+    for piece in following.follow(
+        link, context.project.project_id, job_id, clock=context.clock, offset=offset, say=say
+    ):
         last = piece
         if width:
             sys.stdout.write("\r" + " " * width + "\r")
@@ -355,8 +385,7 @@ def _pull(context: Context, link: Any, job_id: str, *, destination: Path | None 
 def _job_document(
     context: Context, job_id: str, answer: dict[str, Any] | None = None, line: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    from gpu_skills.jobs.collect import is_collected
-    from gpu_skills.jobs.records import JobFolder
+    from gpu_skills.jobs.records import JobFolder, is_collected
 
     line = line or context.ledger.latest(job_id) or {"id": job_id}
     document = _line_document(context, line)

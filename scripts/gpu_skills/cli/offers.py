@@ -31,6 +31,6 @@ def offers(context: Context) -> Output:
         ]
         for o in found
     ]
-    return Output({"offers": found}, table(rows, ["PROVIDER", "HOST", "GPU", "VRAM_GB", "DISK_FREE_GB", "USD/H", "FITS"]))
-
-
+    return Output(
+        {"offers": found}, table(rows, ["PROVIDER", "HOST", "GPU", "VRAM_GB", "DISK_FREE_GB", "USD/H", "FITS"])
+    )

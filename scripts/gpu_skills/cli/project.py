@@ -18,12 +18,19 @@ from gpu_skills.units import format_usd
     exits="0 done · 2 usage or an invalid file",
 )
 @click.option("--jobs", is_flag=True, help="Write gpu.yaml for jobs: runtime.engine none and the default image.")
-@click.option("--min-vram-gb", type=click.FloatRange(min=0, min_open=True, max=10_000), help="GPU memory the work needs.")
+@click.option(
+    "--min-vram-gb", type=click.FloatRange(min=0, min_open=True, max=10_000), help="GPU memory the work needs."
+)
 @click.option("--provider", metavar="P", help="local (this machine) or ssh (a host of yours).")
 @click.option("--host", metavar="NAME", help="With ssh: a name from hosts.yaml or your SSH configuration.")
 @click.option("--project-id", metavar="ID", help="Use this id, so that every clone has the same.")
 def init(
-    context: Context, jobs: bool, min_vram_gb: float | None, provider: str | None, host: str | None, project_id: str | None
+    context: Context,
+    jobs: bool,
+    min_vram_gb: float | None,
+    provider: str | None,
+    host: str | None,
+    project_id: str | None,
 ) -> Output:
     """Make this directory a project: writes .pi/gpu, gpu.yaml and a .gitignore line. Costs nothing; repeating is safe."""
     from gpu_skills.state import scaffold
@@ -60,7 +67,7 @@ def setup(context: Context) -> Output:
 @command("status", reads_only=True, example="gpu status --json")
 def status(context: Context) -> Output:
     """What is alive in this project: machines, running jobs, outputs not collected. Reads only."""
-    from gpu_skills.jobs.collect import is_collected, uncollected
+    from gpu_skills.jobs.records import is_collected, uncollected
     from gpu_skills.lifecycle import machines
 
     found = [machine_document(m) for m in machines.all_machines(context.project)]
@@ -94,7 +101,10 @@ def status(context: Context) -> Output:
 
 @command("destroy", example="gpu destroy", exits="0 done · 1 failed · 3 a job runs or outputs are not collected")
 @click.option(
-    "--abandon-outputs", multiple=True, metavar="JOB", help="The user's explicit instruction to lose this job's outputs."
+    "--abandon-outputs",
+    multiple=True,
+    metavar="JOB",
+    help="The user's explicit instruction to lose this job's outputs.",
 )
 def destroy(context: Context, abandon_outputs: tuple[str, ...]) -> Output:
     """Give the project's machine back. Refused while a job runs or outputs are not collected. A host of yours stays up."""
@@ -105,7 +115,9 @@ def destroy(context: Context, abandon_outputs: tuple[str, ...]) -> Output:
     for machine in machines.all_machines(context.project):
         if machine.status in ("destroyed", "lost"):
             continue
-        released.append(release.give_back(context.project, context.ledger, context.clock, context.connect, machine, abandon_outputs))
+        released.append(
+            release.give_back(context.project, context.ledger, context.clock, context.connect, machine, abandon_outputs)
+        )
     document = {"released": released}
     text = "\n".join(f"{m} given back" for m in released) or "nothing to give back"
     return Output(document, text)
@@ -161,5 +173,3 @@ def _next_step(running: list[str], waiting: list[str], found: list[dict[str, Any
     if waiting:
         return f"gpu job pull {waiting[-1]}"
     return "gpu job run -- CMD" if found else "gpu setup"
-
-

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_skills.errors import GpuError
-from gpu_skills.jobs.collect import is_collected, uncollected
+from gpu_skills.jobs.records import is_collected, uncollected
 from gpu_skills.lifecycle import machines
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import Machine
@@ -56,7 +56,9 @@ def records(project: Project) -> list[Finding]:
         except GpuError as exc:
             found.append(Finding(path.name, "problem", exc.message, exc.next_step))
     ignored = project.root / ".gitignore"
-    if (project.root / ".git").exists() and ".pi/" not in (ignored.read_text("utf-8", "replace") if ignored.exists() else ""):
+    if (project.root / ".git").exists() and ".pi/" not in (
+        ignored.read_text("utf-8", "replace") if ignored.exists() else ""
+    ):
         found.append(Finding(".gitignore", "problem", "does not name .pi/", "gpu init"))
     return found
 

@@ -90,20 +90,6 @@ def pull(
     )
 
 
-def is_collected(project: Project, job: str) -> bool:
-    """Whether everything the job left was verified here after its end."""
-    record = JobFolder(project, job).read("collected")
-    return bool(record and record.get("final"))
-
-
-def uncollected(project: Project, job: str) -> list[dict[str, Any]]:
-    """The outputs a release would lose, as far as the machine's last manifest says. Empty: nothing, or all collected."""
-    if is_collected(project, job):
-        return []
-    manifest = JobFolder(project, job).read("manifest")
-    return manifest["files"] if manifest else []
-
-
 def _keep_log(project: Project, link: Link, folder: JobFolder) -> None:
     if folder.log.exists():
         return

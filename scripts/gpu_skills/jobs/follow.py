@@ -72,7 +72,13 @@ class Piece:
 
 
 def read_log(
-    link: Link, project_id: str, job: str, *, offset: int | None = None, tail_bytes: int | None = None, wait_s: float = 0
+    link: Link,
+    project_id: str,
+    job: str,
+    *,
+    offset: int | None = None,
+    tail_bytes: int | None = None,
+    wait_s: float = 0,
 ) -> Piece:
     chunks: list[bytes] = []
     args: dict[str, Any] = {"project": project_id, "job": job, "max_bytes": CHUNK_BYTES, "wait_s": wait_s}
@@ -84,7 +90,9 @@ def read_log(
     return Piece(answer["offset"], answer["next"], b"".join(chunks), answer.get("gap_bytes", 0), answer["status"])
 
 
-def follow(link: Link, project_id: str, job: str, *, clock: Clock, offset: int = 0, say: Callable[[str], None]) -> Iterator[Piece]:
+def follow(
+    link: Link, project_id: str, job: str, *, clock: Clock, offset: int = 0, say: Callable[[str], None]
+) -> Iterator[Piece]:
     """Yield the log from `offset` until the job has ended and all of it was read.
 
     A cut connection is opened again and the reading goes on at the same byte: nothing twice, nothing left out.

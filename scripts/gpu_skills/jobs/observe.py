@@ -141,7 +141,9 @@ def _write_end(
     if answer["state"] != "succeeded":
         ending["error"] = reason_text(answer)
         ending["reason"] = answer.get("reason")
-    folder.write("ended", {k: answer.get(k) for k in ("state", "exit_code", "reason", "message", "duration_s", "outputs")})
+    folder.write(
+        "ended", {k: answer.get(k) for k in ("state", "exit_code", "reason", "message", "duration_s", "outputs")}
+    )
     ledger.finish(ending)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.errors import JobRunning, NotCollected
 from gpu_skills.jobs import observe
-from gpu_skills.jobs.collect import is_collected
-from gpu_skills.jobs.records import JobFolder
+from gpu_skills.jobs.records import JobFolder, is_collected
 from gpu_skills.lifecycle import machines
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import Machine
@@ -40,7 +39,10 @@ def give_back(
         lost = _uncollected(project, ledger, link, abandon)
         if lost:
             raise NotCollected(
-                jobs="; ".join(f"{job}: {len(files)} files, {format_bytes(sum(f['bytes'] for f in files))}" for job, files in lost.items()),
+                jobs="; ".join(
+                    f"{job}: {len(files)} files, {format_bytes(sum(f['bytes'] for f in files))}"
+                    for job, files in lost.items()
+                ),
                 next_step=f"gpu job pull {next(iter(lost))}",
                 outputs={job: files[:20] for job, files in lost.items()},
             )
@@ -51,7 +53,9 @@ def give_back(
     return machine.id
 
 
-def _uncollected(project: Project, ledger: Ledger, link: Link, abandon: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+def _uncollected(
+    project: Project, ledger: Ledger, link: Link, abandon: Collection[str]
+) -> dict[str, list[dict[str, Any]]]:
     lost: dict[str, list[dict[str, Any]]] = {}
     for job in ledger.jobs_on(link.machine.id):
         if job in abandon or is_collected(project, job):

@@ -69,7 +69,19 @@ class Machine:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Machine:
-        known = {"id", "provider", "instance_id", "status", "rate_usd_hr", "gpu", "gpu_count", "vram_gb", "ssh", "root", "session"}
+        known = {
+            "id",
+            "provider",
+            "instance_id",
+            "status",
+            "rate_usd_hr",
+            "gpu",
+            "gpu_count",
+            "vram_gb",
+            "ssh",
+            "root",
+            "session",
+        }
         ssh = record.get("ssh")
         return cls(
             id=record["id"],
@@ -214,9 +226,7 @@ def measured(machine: Machine, probe: dict[str, Any], config: GpuConfig) -> Mach
             wanted = f"{need.gpu_count} × {need.gpu or 'GPU'}"
             if need.min_vram_gb is not None:
                 wanted += f" with {need.min_vram_gb:g} GB"
-            raise CannotSatisfy(
-                provider=f"{machine.provider} ({machine.host})", found=found or "no GPU", wanted=wanted
-            )
+            raise CannotSatisfy(provider=f"{machine.provider} ({machine.host})", found=found or "no GPU", wanted=wanted)
         gpus = fitting
     if not gpus:
         return replace(machine, gpu_count=0)
