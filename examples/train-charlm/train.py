@@ -7,8 +7,8 @@ TRAIN_SECONDS   stop after this much wall time (20)
 TRAIN_STEPS     stop at this step, counted over all resumed runs (1500)
 RESUME_FROM     a checkpoint to go on from; every later step is the one the unbroken run would have made
 
-Ends with 0 when a limit is reached, 1 when the loss is no longer a number or a file cannot be written, 2 for a setting that cannot be used, and
-128 + the signal's number when it was told to stop: after SIGTERM it saves one more checkpoint first.
+Ends with 0 when a limit is reached, 1 when the loss is no longer a number or a file cannot be written, 2 for a setting
+that cannot be used, and 128 + the signal's number when it was told to stop: then it saves one more checkpoint first.
 """
 
 from __future__ import annotations
