@@ -1,4 +1,4 @@
-"""The only place that builds the real parts: project, configuration, ledger, providers, connections. Built when first used."""
+"""The only place that builds the real parts: project, configuration, ledger, providers, connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--debug`: a log of what happened, redacted, 0600, rotated, in the user's state directory. The only place a traceback goes."""
+"""`--debug`: a log of what happened: redacted, 0600, rotated, in the user's state directory. Tracebacks go here."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class DemoFailed(Failed):
 )
 @click.option("--seconds", type=click.IntRange(1, 600), default=20, show_default=True, help="How long to train.")
 def demo(context: Context, directory: Path | None, seconds: int) -> Output:
-    """Train a small character-level language model as a job on this machine. No account; only pip's index. Costs nothing."""
+    """Train a small character-level language model as a job on this machine. Needs no account, costs nothing."""
     from gpu_skills import resources
     from gpu_skills.state import journal
     from gpu_skills.state.project import user_data_dir

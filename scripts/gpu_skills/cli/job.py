@@ -9,7 +9,9 @@ import click
 
 from gpu_skills.cli.base import LazyGroup, command
 from gpu_skills.cli.context import Context
-from gpu_skills.cli.output import FORMAT, Output, print_json, print_text, say, table
+from gpu_skills.cli.job_view import job_document, job_text, line_document, summary
+from gpu_skills.cli.job_watch import show_line, stream
+from gpu_skills.cli.output import Output, say, table
 from gpu_skills.units import format_bytes, format_duration, format_usd
 
 _HERE = "gpu_skills.cli.job:"
@@ -110,11 +112,10 @@ def run(
         hf_token=_hf_token(context),
     )
     where = f"{link.machine.host}" + (f" ({link.machine.gpu})" if link.machine.gpu else "")
-    say(
-        f"{submitted.job} started on {where}; sent {format_bytes(report.bytes_sent)} of {format_bytes(report.bytes_total)}"
-    )
+    sent, total = format_bytes(report.bytes_sent), format_bytes(report.bytes_total)
+    say(f"{submitted.job} started on {where}; sent {sent} of {total}")
     if detach:
-        document = _job_document(context, submitted.job, submitted.status)
+        document = job_document(context, submitted.job, submitted.status)
         document["next_step"] = f"gpu job status {submitted.job}"
         return Output(document, f"{submitted.job}\nnext: gpu job logs -f {submitted.job}")
     return _attached(context, link, submitted.job, no_pull=no_pull)
@@ -127,7 +128,7 @@ def ls(context: Context, limit: int) -> Output:
     _settle_all(context)
     everything = context.ledger.jobs(limit=None)
     shown = everything[:limit]
-    documents = [_line_document(context, line) for line in shown]
+    documents = [line_document(context, line) for line in shown]
     rows = [
         [
             d["job"],
@@ -154,7 +155,7 @@ def ls(context: Context, limit: int) -> Output:
 @command("status", reads_only=True, example="gpu job status --json")
 @click.argument("job_id", metavar="[JOB]", required=False)
 def status(context: Context, job_id: str | None) -> Output:
-    """State, exit code, time, cost_usd and output files of a job. Reads only (records the end when it sees it first)."""
+    """State, exit code, time, cost_usd and output files of a job. Reads only, and records the end it sees."""
     from gpu_skills.jobs.records import JobFolder
 
     line = _line(context, job_id)
@@ -162,10 +163,10 @@ def status(context: Context, job_id: str | None) -> Output:
     if context.ledger.is_open(line):
         answer = _ask(context, line["id"])
         line = context.ledger.latest(line["id"]) or line
-    document = _job_document(context, line["id"], answer, line)
+    document = job_document(context, line["id"], answer, line)
     if context.ledger.is_open(line) and JobFolder(context.project, line["id"]).events.exists():
         document["events"] = _events(context, line["id"])
-    return Output(document, _job_text(document))
+    return Output(document, job_text(document))
 
 
 @command("logs", reads_only=True, example="gpu job logs -f")
@@ -222,9 +223,9 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
         start = piece.offset if offset is None else offset
         skip = following.last_lines(piece.data, tail)
         for shown in skip:
-            _show_line(context, line["id"], shown, piece)
+            show_line(context, line["id"], shown, piece)
         start = piece.next
-    final = _stream(context, link, line["id"], start)
+    final = stream(context, link, line["id"], start)
     _settle(context, link)
     return Output(
         {"job": line["id"], "text": "", "offset": final.next, "next": final.next, "state": final.status["state"]}
@@ -249,7 +250,7 @@ def cancel(context: Context, job_id: str | None) -> Output:
     """End a running job and everything it started: TERM, KILL after 10 s. Its outputs stay and can be pulled."""
     line = _line(context, job_id)
     if not context.ledger.is_open(line):
-        return Output(_job_document(context, line["id"], None, line), f"{line['id']} had already ended")
+        return Output(job_document(context, line["id"], None, line), f"{line['id']} had already ended")
     link = context.machine_link(_submission(context, line["id"])["machine_id"])
     request = {"project": context.project.project_id, "job": line["id"], "why": "user", "wait_s": 10}
     deadline = context.clock.monotonic() + 30
@@ -257,11 +258,11 @@ def cancel(context: Context, job_id: str | None) -> Output:
     while answer["state"] == "running" and context.clock.monotonic() < deadline:
         answer = link.session.call("cancel", request, timeout_s=60)
     _settle(context, link)
-    document = _job_document(context, line["id"], answer)
-    return Output(document, _job_text(document))
+    document = job_document(context, line["id"], answer)
+    return Output(document, job_text(document))
 
 
-# watching a run -------------------------------------------------------------------------------------------------------
+# watching a run --------------------------------------------------------------------------------
 
 
 def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Output:
@@ -270,7 +271,7 @@ def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Out
     from gpu_skills.jobs import observe
 
     try:
-        final = _stream(context, link, job_id, 0, to_stderr=context.json)
+        final = stream(context, link, job_id, 0, to_stderr=context.json)
     except KeyboardInterrupt:
         say(f"gpu: stopped watching; {job_id} goes on. next: gpu job logs -f {job_id}, or gpu job cancel {job_id}")
         raise
@@ -282,60 +283,16 @@ def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Out
             pulled = _pull(context, link, job_id)
         except GpuError as exc:
             problem = exc
-    document = _job_document(context, job_id, answer)
+    document = job_document(context, job_id, answer)
     if pulled is not None:
         document["pulled"] = pulled.document
         if pulled.text:
             say(pulled.text)
-    say(_summary(document))
+    say(summary(document))
     if problem is not None:
         problem.details["job"] = document
         raise problem
     return Output(document, "", exit_code=observe.exit_code_of(answer))
-
-
-def _stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: bool = False) -> Any:
-    """Print the log as it comes; returns the last piece. A terminal sees the moving line, everybody else whole lines."""
-    import sys
-
-    from gpu_skills.jobs import follow as following
-
-    folder, last = following.LineFolder(), None
-    moving = context.is_interactive and sys.stdout.isatty() and not to_stderr
-    width = 0
-
-    def show(text: str) -> None:
-        if to_stderr:
-            say(text)
-        else:
-            _show_line(context, job_id, text, last)
-
-    for piece in following.follow(
-        link, context.project.project_id, job_id, clock=context.clock, offset=offset, say=say
-    ):
-        last = piece
-        if width:
-            sys.stdout.write("\r" + " " * width + "\r")
-            width = 0
-        if piece.gap_bytes:
-            show(following.gap_notice(piece.gap_bytes))
-        for text in folder.feed(piece.data):
-            show(text)
-        if moving and (partial := folder.unfinished()):
-            partial = partial[-200:]
-            width = len(partial)
-            sys.stdout.write("\r" + partial)
-            sys.stdout.flush()
-    for text in folder.finish():
-        show(text)
-    return last
-
-
-def _show_line(context: Context, job_id: str, text: str, piece: Any) -> None:
-    if context.json:
-        print_json({"format": FORMAT, "job": job_id, "text": text, "next": piece.next, "state": piece.status["state"]})
-    else:
-        print_text(text + "\n")
 
 
 def _kept_log(context: Context, folder: Any, line: dict[str, Any], tail: int | None, offset: int | None) -> Output:
@@ -371,7 +328,8 @@ def _pull(context: Context, link: Any, job_id: str, *, destination: Path | None 
         "final": got.final,
         "skipped": got.skipped[:50],
     }
-    text = f"{got.files} output files in {shown}: {got.report.new} new ({format_bytes(got.report.bytes)}), {got.report.unchanged} unchanged"
+    new = f"{got.report.new} new ({format_bytes(got.report.bytes)})"
+    text = f"{got.files} output files in {shown}: {new}, {got.report.unchanged} unchanged"
     if got.report.changing:
         text += f", {len(got.report.changing)} still being written (pull again later)"
     if got.skipped:
@@ -379,106 +337,7 @@ def _pull(context: Context, link: Any, job_id: str, *, destination: Path | None 
     return Output(document, text if got.files or got.skipped else "no outputs")
 
 
-# what a job looks like ---------------------------------------------------------------------------------------------------
-
-
-def _job_document(
-    context: Context, job_id: str, answer: dict[str, Any] | None = None, line: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    from gpu_skills.jobs.records import JobFolder, is_collected
-
-    line = line or context.ledger.latest(job_id) or {"id": job_id}
-    document = _line_document(context, line)
-    folder = JobFolder(context.project, job_id)
-    record = folder.read("job") or {}
-    document["machine"] = record.get("machine_id")
-    document["upload"] = {k: record.get("upload", {}).get(k) for k in ("files_sent", "bytes_sent", "bytes_total")}
-    if answer is not None:
-        document.update({k: answer.get(k) for k in ("state", "phase", "progress", "log_bytes")})
-        document.update(exit_code=answer.get("exit_code"), reason=answer.get("reason"))
-        if document["duration_s"] is None:
-            document["duration_s"] = answer.get("duration_s")
-        if document["cost_usd"] is None and answer.get("duration_s") is not None:
-            document["cost_usd"] = round(float(record.get("rate_usd_hr") or 0) * answer["duration_s"] / 3600, 6)
-    manifest = folder.read("manifest") or {"files": []}
-    document["outputs"] = manifest["files"][:50]
-    document["outputs_left_out"] = max(0, len(manifest["files"]) - 50)
-    document["collected"] = is_collected(context.project, job_id)
-    collected = folder.read("collected")
-    document["outputs_dir"] = collected["destination"] if collected else None
-    document["next_step"] = _job_next_step(document)
-    return document
-
-
-def _line_document(context: Context, line: dict[str, Any]) -> dict[str, Any]:
-    from gpu_skills.jobs.records import JobFolder, display
-
-    spec = (JobFolder(context.project, line["id"]).read("job") or {}).get("spec") or line.get("inputs") or {}
-    return {
-        "job": line["id"],
-        "state": context.ledger.state_of(line),
-        "phase": None,
-        "exit_code": line.get("exit_code"),
-        "reason": line.get("reason"),
-        "error": line.get("error"),
-        "title": display(spec) if isinstance(spec, dict) else "",
-        "provider": line.get("provider"),
-        "gpu": line.get("gpu"),
-        "started_at": line.get("started_at"),
-        "completed_at": line.get("completed_at"),
-        "duration_s": line.get("duration_s"),
-        "cost_usd": line.get("cost_usd"),
-        "progress": None,
-    }
-
-
-def _job_next_step(document: dict[str, Any]) -> str:
-    if document["state"] == "running":
-        return f"gpu job logs -f {document['job']}"
-    if document["outputs"] and not document["collected"]:
-        return f"gpu job pull {document['job']}"
-    if document["state"] == "succeeded":
-        return "gpu job ls"
-    return f"gpu job logs --tail 50 {document['job']}"
-
-
-def _job_text(document: dict[str, Any]) -> str:
-    lines = [_summary(document)]
-    if document["progress"]:
-        p = document["progress"]
-        rate = f", {p['rate_per_s']:.3g}/s" if p.get("rate_per_s") is not None else ""
-        stalled = f", no increase for {format_duration(p['stalled_s'])}" if (p.get("stalled_s") or 0) > 30 else ""
-        lines.append(f"progress: {p['value']:g} {p['unit']}{rate}{stalled}")
-    for output in document["outputs"][:10]:
-        lines.append(f"  {format_bytes(output['bytes']):>10}  {output['path']}")
-    more = len(document["outputs"]) - 10 + document["outputs_left_out"]
-    if more > 0:
-        lines.append(f"  … and {more} more")
-    if document["outputs_dir"]:
-        lines.append(f"pulled to {document['outputs_dir']}" + ("" if document["collected"] else " (not final)"))
-    lines.append(f"next: {document['next_step']}")
-    return "\n".join(lines)
-
-
-def _summary(document: dict[str, Any]) -> str:
-    parts = [f"{document['job']} {document['state']}"]
-    if document.get("phase"):
-        parts[0] += f" ({document['phase']})"
-    if document["exit_code"] is not None:
-        parts.append(f"exit {document['exit_code']}")
-    if document["reason"] and document["reason"] != "exit_code":
-        parts.append(str(document["reason"]))
-    if document["duration_s"] is not None:
-        parts.append(format_duration(document["duration_s"]))
-    if document["cost_usd"] is not None:
-        parts.append(format_usd(document["cost_usd"]))
-    text = ", ".join(parts)
-    if document["state"] not in ("running", "succeeded") and document.get("error"):
-        text += f": {document['error']}"
-    return text
-
-
-# shared by the verbs ------------------------------------------------------------------------------------------------------
+# shared by the verbs --------------------------------------------------------------------------------
 
 
 def _line(context: Context, job_id: str | None) -> dict[str, Any]:

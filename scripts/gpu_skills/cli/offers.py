@@ -12,7 +12,7 @@ from gpu_skills.units import format_usd
 
 @command("offers", reads_only=True, example="gpu offers --json", exits="0 done · 1 failed · 5 nothing to offer")
 def offers(context: Context) -> Output:
-    """This machine and the hosts of yours, looked at now: GPUs, disk, rate, and whether gpu.yaml is satisfied. Reads only."""
+    """This machine and your hosts, looked at now: GPUs, disk, rate, and whether gpu.yaml is satisfied. Reads only."""
     from gpu_skills.lifecycle import survey
 
     found: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What a command says: one JSON document for programs, text for people, and errors for both. Progress and hints go to stderr."""
+"""What a command says: one JSON document for programs, text for people, errors for both. Progress goes to stderr."""
 
 from __future__ import annotations
 

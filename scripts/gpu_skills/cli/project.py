@@ -32,9 +32,9 @@ def init(
     host: str | None,
     project_id: str | None,
 ) -> Output:
-    """Make this directory a project: writes .pi/gpu, gpu.yaml and a .gitignore line. Costs nothing; repeating is safe."""
-    from gpu_skills.state import scaffold
+    """Make this directory a project: .pi/gpu, gpu.yaml, a .gitignore line. Costs nothing; repeating is safe."""
     from gpu_skills.state import project as projects
+    from gpu_skills.state import scaffold
 
     made = projects.init(context.cwd, project_id=project_id)
     changed = scaffold.write_gpu_yaml(
@@ -107,9 +107,9 @@ def status(context: Context) -> Output:
     help="The user's explicit instruction to lose this job's outputs.",
 )
 def destroy(context: Context, abandon_outputs: tuple[str, ...]) -> Output:
-    """Give the project's machine back. Refused while a job runs or outputs are not collected. A host of yours stays up."""
-    from gpu_skills.lifecycle import machines
+    """Give the project's machine back; your own host stays up. Refused while a job runs or outputs are uncollected."""
     from gpu_skills.jobs import release
+    from gpu_skills.lifecycle import machines
 
     released = []
     for machine in machines.all_machines(context.project):
@@ -148,7 +148,8 @@ def machine_document(machine: Any) -> dict[str, Any]:
 
 def machine_line(document: dict[str, Any]) -> str:
     gpu = f"{document['gpu_count']} × {document['gpu']}" if document["gpu_count"] else "no GPU"
-    return f"{document['id']}  {document['provider']} {document['host']}  {document['status']}  {gpu}  {format_usd(document['rate_usd_hr'])}/h"
+    where = f"{document['provider']} {document['host']}"
+    return f"{document['id']}  {where}  {document['status']}  {gpu}  {format_usd(document['rate_usd_hr'])}/h"
 
 
 def machine_table(documents: list[dict[str, Any]]) -> str:

@@ -70,7 +70,7 @@ def is_collected(project: Project, job: str) -> bool:
 
 
 def uncollected(project: Project, job: str) -> list[dict[str, Any]]:
-    """The outputs a release would lose, as far as the machine's last manifest says. Empty: nothing, or all collected."""
+    """The outputs a release would lose, as the machine's last manifest says. Empty: nothing, or all collected."""
     if is_collected(project, job):
         return []
     manifest = JobFolder(project, job).read("manifest")

@@ -1,4 +1,4 @@
-"""A link to a machine: the conversation with its runner and the way for bulk data. Puts `remote` and the machine record together."""
+"""A link to a machine: the conversation with its runner and the way for bulk data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Link:
-    """An open conversation with one machine. `bulk` is None where the control connection is as good as any (this machine)."""
+    """An open conversation with one machine. bulk: None where the control connection is as good as any."""
 
     def __init__(self, machine: Machine, open_session: Callable[[], tuple[Session, Any]]):
         self.machine = machine

@@ -129,7 +129,7 @@ def machine_of(offer: Offer) -> Machine:
     )
 
 
-# finding and setting up the project's machine ----------------------------------------------------------------------------
+# finding and setting up the project's machine ----------------------------------------------------------------------
 
 
 def set_up(
@@ -173,7 +173,7 @@ def set_up(
 
 
 def open_session(project: Project, config: GpuConfig, link: Link, *, clock: Clock) -> None:
-    """Make sure a session is open on the machine: one start of work, bounded by deadline and budget, ended by idleness.
+    """Make sure a session is open there: one start of work, bounded by deadline and budget, ended by idleness.
 
     The deadline is the earlier of `max_lifetime` and what `session_usd` buys at this rate; the machine enforces it.
     """
@@ -199,7 +199,7 @@ def open_session(project: Project, config: GpuConfig, link: Link, *, clock: Cloc
 
 
 def session_deadline(config: GpuConfig, rate_usd_hr: Decimal) -> tuple[float | None, str | None]:
-    """Seconds until billing must end and which limit says so: `max_lifetime` or `session_budget`, whichever is earlier."""
+    """Seconds until billing must end and which limit says so: `max_lifetime` or `session_budget`: the earlier."""
     limits: list[tuple[float, str]] = []
     if config.lifecycle.max_lifetime_s is not None:
         limits.append((config.lifecycle.max_lifetime_s, "max_lifetime"))

@@ -1,4 +1,4 @@
-"""What a provider is to everything above it: the records it speaks and the two interfaces, one that reads, one that writes.
+"""What a provider is to everything above it: the records it speaks and its interface, reading apart from writing.
 
 Rates are all-in hourly rates for the requested shape. `vram_gb` is the size class on the label, per GPU.
 """
@@ -23,7 +23,7 @@ class Requirements:
 
 @dataclass(frozen=True)
 class SshEndpoint:
-    """How a machine is reached. `host` is what the user would type after `ssh`; what is None is left to the user's SSH configuration."""
+    """How a machine is reached. host: what the user would type after `ssh`. None: left to their SSH configuration."""
 
     host: str
     user: str | None = None
@@ -51,5 +51,5 @@ class ProviderReader(Protocol):
     name: str
 
     def offers(self, need: Requirements) -> list[Offer]:
-        """Everything that could be used now, cheapest first; nothing is filtered that only a look at the machine can tell."""
+        """Everything that could be used now, cheapest first; what only a look at the machine tells is not filtered."""
         ...

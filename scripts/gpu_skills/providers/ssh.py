@@ -11,7 +11,7 @@ from gpu_skills.providers.base import Offer, Requirements, SshEndpoint
 
 
 class SshProvider:
-    """hosts: what `hosts.yaml` says. host: the one the project names in `gpu.yaml`, or None to take the only one there is."""
+    """hosts: what `hosts.yaml` says. host: the one that `gpu.yaml` names, or None to try them all."""
 
     name = "ssh"
 
