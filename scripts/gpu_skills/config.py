@@ -231,7 +231,7 @@ def _dotenv_value(written: str) -> str | None:
     return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), quoted[2])
 
 
-# layers ------------------------------------------------------------------------------------------------------------------
+# layers ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ def _height(setting: _Setting, key: str) -> Decimal:
     return Decimal(str(_duration(setting, key))) if key == "lifecycle.max_lifetime" else _money(setting)
 
 
-# from settings to the record ---------------------------------------------------------------------------------------------
+# from settings to the record ------------------------------------------------------------------------------------------
 
 
 def _check_together(settings: dict[str, _Setting]) -> None:

@@ -287,6 +287,12 @@ class InputMissing(Refused):
     next_step = "create them or take them out of exclude"
 
 
+class InputUnreadable(Refused):
+    code = "input_unreadable"
+    template = "these cannot be read: {paths}"
+    next_step = "make them readable for this user, or exclude them in gpujob.yaml"
+
+
 class UnsafeLink(Refused):
     code = "unsafe_link"
     template = "links that leave the directory: {paths}"

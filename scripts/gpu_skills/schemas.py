@@ -1,7 +1,7 @@
 """What a record may hold: JSON Schema 2020-12, with problems told in our own words.
 
-Schemas lie in `schemas/`; their `$id` is BASE plus the file's name, so that one may refer to another by its relative
-name (`{"$ref": "machine.json"}`) without any network. `examples` of a schema is what a message offers when a text does
+Schemas lie in `schemas/`; their `$id` is their path below it, and one may refer to another by its relative name
+(`{"$ref": "machine.json"}`, from `cli/`: `"../machine.json"`) without any network. `examples` of a schema is what a message offers when a text does
 not fit its pattern.
 """
 
@@ -168,10 +168,12 @@ def _retrieve(uri: str) -> Any:
 
     if not uri.startswith(BASE) or not uri.endswith(".json"):
         raise NoSuchResource(ref=uri)
-    return Resource.from_contents(load(uri[len(BASE) : -len(".json")]), default_specification=DRAFT202012)
+    # The place a schema was found at is its base, whatever its $id says: relative references then follow the folders.
+    schema = load(uri[len(BASE) : -len(".json")]) | {"$id": uri}
+    return Resource.from_contents(schema, default_specification=DRAFT202012)
 
 
-# from a validator's error to our words -----------------------------------------------------------------------------------
+# from a validator's error to our words --------------------------------------------------------------------------------
 
 
 def _tell(error: Any) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """YAML files a person writes, read so that nothing in them means something else than it looks.
 
 Plain words follow YAML 1.2: only `true` and `false` are booleans, so `off` and `no` stay words and `1:30` stays text.
-What YAML would repair or guess silently (a duplicate key, an alias, a tag, a second document) is an error with its line.
+What YAML would repair or guess silently (a duplicate key, an alias, a tag, a second document) is an error with a line.
 """
 
 from __future__ import annotations
@@ -248,53 +248,3 @@ def _not_yaml(shown: str, text: str, exc: Exception) -> ConfigError:
     if problem.startswith("mapping values are not allowed"):
         hint = " (a value with ': ' in it needs quotes)"
     return fault(shown, mark.line + 1, f"not valid YAML: {problem}{hint}")
-
-
-def with_values(text: str, values: dict[str, Any], *, shown: str) -> str:
-    """A file of ours with other values, its comments kept. Keys are dotted: `{"compute.min_vram_gb": 24}`.
-
-    For block mappings with one scalar per line, as our templates are. A top-level key that is only there as a comment
-    (`# host: …`), or not at all, is added.
-    """
-    for dotted, value in values.items():
-        pointer = "".join("/" + escape(part) for part in dotted.split("."))
-        document = parse(text, shown=shown)
-        lines = text.splitlines()
-        key = dotted.rpartition(".")[2]
-        if pointer in document.lines:
-            number = document.lines[pointer] - 1
-            pattern = rf"^(\s*{re.escape(key)}:)(\s*\S.*?)(\s+#.*)?$"
-        else:
-            pattern = rf"^#\s*({re.escape(key)}:)(\s*\S.*?)(\s+#.*)?$"
-            number = next((i for i, line in enumerate(lines) if re.match(pattern, line)), -1)
-        if number < 0:
-            lines.append(f"{key}: {_written(value)}")
-        else:
-            lines[number] = re.sub(pattern, lambda m, v=value: _replaced(m, v), lines[number])
-        text = "\n".join(lines) + "\n"
-        if _at(parse(text, shown=shown).data, dotted) != value:
-            raise fault(shown, None, f"{dotted} cannot be set here: edit the file by hand")
-    return text
-
-
-def _replaced(match: re.Match[str], value: Any) -> str:
-    start = f"{match[1]} {_written(value)}"
-    if not match[3]:
-        return start
-    width = len(match[0]) - len(match[3].lstrip())  # the comment stays in its column when there is room
-    return f"{start.ljust(width - 1)} {match[3].lstrip()}"
-
-
-def _written(value: Any) -> str:
-    import json
-
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9._/@+-]*(:[A-Za-z0-9._-]+)?", value):
-        if plain_value(value) == value:
-            return value
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _at(data: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        data = data.get(part) if isinstance(data, dict) else None
-    return data

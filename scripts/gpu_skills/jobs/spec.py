@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_skills import schemas, strict_yaml
-from gpu_skills.config import GpuConfig, read_project_file
+from gpu_skills.config import read_dotenv, read_project_file
 from gpu_skills.errors import ConfigError, UsageError
 from gpu_skills.strict_yaml import Document
 from gpu_skills.units import format_duration, parse_duration
@@ -33,7 +33,8 @@ _CREDENTIAL_NAME = re.compile(
 # PAD_TOKEN="<pad>" is about text, not about access.
 _TEXT_TOKEN = re.compile(r"(?:.*_)?(?:PAD|BOS|EOS|UNK|SEP|CLS|MASK|STOP|IMAGE|SPECIAL)_TOKEN(?:_ID)?")
 _CREDENTIAL_VALUE = re.compile(
-    r"(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|rpa_)[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}|-----BEGIN [A-Z ]*PRIVATE KEY.*",
+    r"(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|rpa_)[A-Za-z0-9_-]{16,}"
+    r"|AKIA[A-Z0-9]{16}|-----BEGIN [A-Z ]*PRIVATE KEY.*",
     re.DOTALL,
 )
 
@@ -68,11 +69,11 @@ class JobSpec:
         return tuple(sorted(self.secret_env))
 
     def env_values(self) -> dict[str, str]:
-        """The whole user environment of the job, secret values included: for the request that starts it, nothing else."""
+        """The whole user environment of the job, secret values included: only for the request that starts it."""
         return {**self.env, **self.secret_env}
 
     def to_record(self) -> dict[str, Any]:
-        """What jobs/<id>/job.json may hold: names of secrets, and none of their values even where a command repeats one."""
+        """What jobs/<id>/job.json may hold: names of secrets, and no value even where a command repeats it."""
         progress = self.progress
         return {
             "run": self._masked(self.run),
@@ -105,13 +106,14 @@ def load_spec(
     setup: str | None = None,
     exclude: Sequence[str] = (),
     expect: Sequence[str] = (),
-    config: GpuConfig | None = None,
+    max_lifetime_s: float | None = None,
     environ: Mapping[str, str] | None = None,
+    dotenv_root: Path | None = None,
 ) -> JobSpec:
     """The job of a directory. Flags override the file; `exclude` and `env` add to it.
 
-    command: what came after `--`. env: `NAME=VALUE`, or `NAME` for the value it has in `environ`. config: its
-    max_lifetime bounds the timeout. UsageError for the flags, ConfigError for the file.
+    command: what came after `--`. env: `NAME=VALUE`, or `NAME` for the value it has in `environ` or in the `.env` of
+    `dotenv_root`. max_lifetime_s bounds the timeout. UsageError for the flags, ConfigError for the file.
     """
     environ = os.environ if environ is None else environ
     directory = _directory(directory)
@@ -127,7 +129,7 @@ def load_spec(
     lines = {"run": run, "setup": written.get("setup") if setup is None else setup or None}
     for name, line in lines.items():
         _check_text(line, f"the {name} command", "put it into a script of the directory")
-    secret_env = _secret_env(env, environ)
+    secret_env = _secret_env(env, environ, dotenv_root)
     recorded = {name: value for name, value in _file_env(document).items() if name not in secret_env}
     return JobSpec(
         run=run,
@@ -135,7 +137,7 @@ def load_spec(
         setup=lines["setup"],
         env=recorded,
         secret_env=secret_env,
-        timeout_s=_timeout(timeout, document, config),
+        timeout_s=_timeout(timeout, document, max_lifetime_s),
         exclude=(*written.get("exclude", ()), *_patterns("--exclude", exclude)),
         label=_label(label) if label is not None else written.get("label"),
         expect=tuple(_patterns("--expect", expect) or written.get("expect", ())),
@@ -172,7 +174,7 @@ def _check_text(text: str | None, what: str, instead: str) -> None:
         raise UsageError(f"{what} is longer than {MAX_VALUE_BYTES} bytes", next_step=instead)
 
 
-def _secret_env(env: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def _secret_env(env: Sequence[str], environ: Mapping[str, str], dotenv_root: Path | None) -> dict[str, str]:
     values: dict[str, str] = {}
     for given in env:
         name, equals, value = given.partition("=")
@@ -181,9 +183,12 @@ def _secret_env(env: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
             raise UsageError("--env takes NAME=VALUE or NAME; this name is not one a variable can have")
         _refuse_reserved(name, UsageError(f"--env {name}: {_RESERVED}", next_step="choose another name"))
         if not equals:
-            if name not in environ:
-                raise UsageError(f"--env {name}: there is no such variable here", next_step=f"export {name}=…")
-            value = environ[name]
+            known = environ.get(name) or (read_dotenv(dotenv_root, [name]).get(name) if dotenv_root else None)
+            if known is None:
+                raise UsageError(
+                    f"--env {name}: no value for it in the environment or .env", next_step=f"export {name}=…"
+                )
+            value = known
         _check_text(value, f"the value of {name}", "put it into a file of the directory")
         values[name] = value
     return values
@@ -227,7 +232,7 @@ def looks_like_credential(name: str, value: str) -> bool:
     return bool(value and _CREDENTIAL_NAME.fullmatch(upper) and not _TEXT_TOKEN.fullmatch(upper))
 
 
-def _timeout(flag: str | float | None, document: Document, config: GpuConfig | None) -> float | None:
+def _timeout(flag: str | float | None, document: Document, max_lifetime_s: float | None) -> float | None:
     if flag is not None:
         said, error = f"--timeout {flag}", UsageError
     elif "timeout" in document.data:
@@ -246,12 +251,10 @@ def _timeout(flag: str | float | None, document: Document, config: GpuConfig | N
         raise wrong(str(exc), "gpu job run --timeout 2h") from exc
     if timeout_s <= 0:
         raise wrong("must be more than 0; leave it out for no limit of its own", "gpu job run --timeout 2h")
-    limit_s = config.lifecycle.max_lifetime_s if config else None
-    if config and limit_s is not None and timeout_s > limit_s:
-        origin = config.origin_of("lifecycle.max_lifetime")
+    if max_lifetime_s is not None and timeout_s > max_lifetime_s:
         raise wrong(
-            f"is longer than max_lifetime {format_duration(limit_s)} ({origin.where}), after which the machine stops",
-            "lower the timeout, or raise lifecycle.max_lifetime in gpu.yaml",
+            f"is longer than lifecycle.max_lifetime ({format_duration(max_lifetime_s)}), after which the machine stops",
+            "lower the timeout, or raise lifecycle.max_lifetime (gpu doctor --config shows where it is set)",
         )
     return timeout_s
 
