@@ -1,0 +1,303 @@
+"""Imports go down only, and effects leave by the doors only. Read from the source text, so lazy imports count too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "scripts" / "gpu_skills"
+
+# From the ground up. On one line nobody imports its neighbour, except on the ground.
+LAYERS = [
+    {"errors", "units", "schemas", "strict_yaml", "config", "credentials", "clock", "resources", "doors", "bootstrap"},
+    {"state", "economics"},
+    {"providers", "remote", "runtimes", "artifacts"},
+    {"lifecycle", "notify"},
+    {"jobs"},
+    {"deployments"},
+    {"fleet"},
+    {"cli", "mcp_server"},
+    {"__main__"},
+]
+GROUND = LAYERS[0]
+# The sandbox stands beside the layers: it speaks the vendors' wire formats and must not learn ours.
+SANDBOX_KNOWS = {"errors", "units", "clock", "resources"}
+SANDBOX_KNOWN_BY = {"cli"}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Every module as its path below the package, like `remote/ssh.py`, with its syntax tree."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith("_data/"):
+            yield name, ast.parse(path.read_text(encoding="utf-8"), name)
+
+
+def part_of(name: str) -> str:
+    """`remote/ssh.py` → `remote`, `errors.py` → `errors`, the package's own `__init__.py` → ``."""
+    return name.split("/")[0].removesuffix(".py").removesuffix("__init__")
+
+
+def imported_parts(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
+    """Line and part of our package for each import, however it is spelt and wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = ("gpu_skills/" + name).split("/")[: -node.level]
+                base = ".".join([*above, *([base] if base else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for dotted in names:
+            top, _, rest = dotted.partition(".")
+            if top == "gpu_skills" and rest:
+                yield node.lineno, rest.split(".")[0]
+
+
+def level(part: str) -> int:
+    (found,) = [i for i, parts in enumerate(LAYERS) if part in parts] or [None]
+    assert found is not None, f"{part} has no place in the layers: give it one in LAYERS and docs/architecture.md"
+    return found
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if importer == imported:
+        return True
+    if importer == "sandbox":
+        return imported in SANDBOX_KNOWS
+    if imported == "sandbox":
+        return importer in SANDBOX_KNOWN_BY
+    if importer in GROUND and imported in GROUND:
+        return True
+    return level(imported) < level(importer)
+
+
+def test_imports_go_down_only_and_never_to_a_neighbour():
+    wrong = []
+    for name, tree in modules():
+        importer = part_of(name)
+        for line, imported in imported_parts(tree, name):
+            if importer and imported != "__version__" and not may_import(importer, imported):
+                wrong.append(f"{name}:{line} imports {imported}")
+    assert wrong == []
+
+
+def test_the_package_itself_imports_nothing_of_ours():
+    (tree,) = [tree for name, tree in modules() if name == "__init__.py"]
+    assert list(imported_parts(tree, "__init__.py")) == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("jobs", "remote", True),
+        ("jobs", "lifecycle", True),
+        ("fleet", "jobs", True),
+        ("jobs", "fleet", False),
+        ("remote", "providers", False),
+        ("providers", "artifacts", False),
+        ("state", "economics", False),
+        ("state", "lifecycle", False),
+        ("errors", "state", False),
+        ("schemas", "resources", True),
+        ("sandbox", "providers", False),
+        ("sandbox", "errors", True),
+        ("providers", "sandbox", False),
+        ("cli", "mcp_server", False),
+    ],
+)
+def test_the_rule_itself(importer, imported, allowed):
+    assert may_import(importer, imported) is allowed
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import gpu_skills.fleet.plan", ["fleet"]),
+        ("from gpu_skills import fleet, jobs", ["fleet", "jobs"]),
+        ("from gpu_skills.fleet.plan import x", ["fleet"]),
+        ("from ..fleet import x", ["fleet"]),
+        ("from . import x", ["remote"]),
+        ("def f():\n    from gpu_skills import fleet", ["fleet"]),
+        ("import os, json", []),
+    ],
+)
+def test_an_import_is_seen_however_it_is_spelt(text, found):
+    assert [part for _, part in imported_parts(ast.parse(text), "remote/ssh.py")] == found
+
+
+# the doors ----------------------------------------------------------------------------------------------------------
+
+# Who may have which effect outside a door, and why. An entry that nothing needs any more fails the test.
+ALLOWED = {
+    # doors themselves, and what stands behind them
+    ("state/files.py", "write"): "is the door state.files.commit, with its locks and folders",
+    ("state/journal.py", "write"): "is the door state.journal.append",
+    ("remote/runner.py", "write"): "works alone on the machine, behind the door remote.execute",
+    ("remote/runner.py", "process"): "starts the job on the machine, behind the door remote.execute",
+    ("remote/transport.py", "write"): "feeds the runner's standard input, behind the door remote.execute",
+    ("remote/transport.py", "process"): "starts the runner on this machine, behind the door remote.execute",
+    ("remote/ssh.py", "network"): "the connection to a machine, behind the door remote.execute",
+    ("remote/ssh.py", "process"): "a ProxyCommand of the user's SSH configuration",
+    ("remote/sshconfig.py", "network"): "the name of this host, for the token %l",
+    ("remote/sshconfig.py", "process"): "asks `ssh -G`, which changes nothing",
+    # beside them
+    ("jobs/collect.py", "write"): "the folders of outputs in the user's project",
+    ("cli/login.py", "write"): "the user's configuration folder; the file in it goes through the door",
+    ("cli/demo.py", "write"): "a copy of the example in a folder that is the user's own",
+    ("cli/debuglog.py", "write"): "the log of --debug, which must work when nothing else does",
+    ("bootstrap.py", "write"): "makes the environment before any of this exists",
+    ("bootstrap.py", "process"): "runs the installer before any of this exists",
+}
+
+NETWORK_MODULES = {"socket", "requests", "urllib3", "http", "paramiko", "boto3", "botocore", "ftplib", "smtplib", "ssl"}
+PROCESS_MODULES = {"subprocess", "multiprocessing", "pty"}
+OS_PROCESS = ("system", "popen", "exec", "spawn", "posix_spawn", "fork", "kill")
+OS_WRITES = {
+    "rename", "replace", "renames", "unlink", "remove", "removedirs", "rmdir", "mkdir", "makedirs", "symlink", "link",
+    "truncate", "ftruncate", "chmod", "fchmod", "chown", "utime", "write", "writev", "pwrite", "mkfifo", "mknod",
+}  # fmt: skip
+SHUTIL_WRITES = {"copy", "copy2", "copyfile", "copyfileobj", "copytree", "move", "rmtree", "make_archive", "chown"}
+PATH_WRITES = {
+    "write_text", "write_bytes", "unlink", "rename", "mkdir", "touch", "rmdir", "symlink_to", "hardlink_to", "chmod",
+}  # fmt: skip
+WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}
+
+
+def effects(tree: ast.Module) -> list[tuple[int, str]]:
+    """Line and kind (write, process, network) of everything that reaches outside the process."""
+    return sorted(set(_effects(tree)))
+
+
+def _effects(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in block.body
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from ((node.lineno, kind) for kind in _kind_of_import(alias.name))
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((node.lineno, kind) for kind in _kind_of_import(node.module or ""))
+            for alias in node.names:
+                # `from os import replace` would hide a call from the rules below.
+                yield from ((node.lineno, kind) for kind in _kind_of_call(node.module or "", alias.name))
+                yield from ((node.lineno, kind) for kind in _kind_of_import(f"{node.module}.{alias.name}"))
+        elif isinstance(node, ast.Call):
+            if _opens_for_writing(node):
+                yield node.lineno, "write"
+            elif isinstance(node.func, ast.Attribute):
+                base = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+                yield from ((node.lineno, kind) for kind in _kind_of_call(base, node.func.attr))
+                if base not in ("os", "shutil") and _is_path_write(node):
+                    yield node.lineno, "write"
+
+
+def _kind_of_import(module: str) -> Iterator[str]:
+    top = module.split(".")[0]
+    if top in NETWORK_MODULES or module.startswith("urllib.request"):
+        yield "network"
+    if top in PROCESS_MODULES:
+        yield "process"
+    if top == "tempfile":
+        yield "write"
+
+
+def _kind_of_call(base: str, name: str) -> Iterator[str]:
+    if base == "os" and name.startswith(OS_PROCESS):
+        yield "process"
+    if (base == "os" and name in OS_WRITES) or (base == "shutil" and name in SHUTIL_WRITES):
+        yield "write"
+
+
+def _is_path_write(call: ast.Call) -> bool:
+    assert isinstance(call.func, ast.Attribute)
+    if call.func.attr == "replace":
+        # Path.replace(target); text has two arguments, and dataclasses.replace keywords
+        return len(call.args) == 1 and not call.keywords
+    if call.func.attr == "open":
+        # Path.open(mode); other classes have an `open` of their own
+        return any(isinstance(mode, ast.Constant) and set("wax+") & set(str(mode.value)) for mode in call.args[:1])
+    return call.func.attr in PATH_WRITES
+
+
+def _opens_for_writing(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Name) and call.func.id == "open":
+        return _writing_mode(call.args[1:2], call.keywords)
+    if isinstance(call.func, ast.Attribute) and ast.unparse(call.func) == "os.open":
+        if ast.unparse(call.args[0]) == "os.devnull":
+            return False
+        flags = " ".join(ast.unparse(argument) for argument in [*call.args[1:], *(k.value for k in call.keywords)])
+        return any(flag in flags for flag in WRITING_FLAGS)
+    return False
+
+
+def _writing_mode(positional: list[ast.expr], keywords: list[ast.keyword]) -> bool:
+    given = positional + [keyword.value for keyword in keywords if keyword.arg == "mode"]
+    if not given:
+        return False
+    mode = given[0]
+    # A mode that is computed may be one that writes.
+    return not isinstance(mode, ast.Constant) or any(letter in str(mode.value) for letter in "wax+")
+
+
+def test_effects_leave_by_the_doors_only():
+    found = {}
+    for name, tree in modules():
+        for line, kind in effects(tree):
+            found.setdefault((name, kind), []).append(line)
+    unknown = {f"{name} ({kind}) lines {lines}" for (name, kind), lines in found.items() if (name, kind) not in ALLOWED}
+    assert unknown == set(), "use a door, or say in ALLOWED why not"
+    assert {entry for entry in ALLOWED if entry not in found} == set(), "exceptions that nothing needs any more"
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("open(p)", []),
+        ("open(p, 'rb')", []),
+        ("open(p, 'w')", ["write"]),
+        ("open(p, mode='ab')", ["write"]),
+        ("open(p, how)", ["write"]),
+        ("os.open(p, os.O_RDONLY | os.O_CLOEXEC)", []),
+        ("os.open(p, os.O_CREAT | os.O_WRONLY, 0o600)", ["write"]),
+        ("os.open(os.devnull, os.O_WRONLY)", []),
+        ("path.open('a')", ["write"]),
+        ("path.open()", []),
+        ("Session.open(transport)", []),
+        ("path.write_text(x)", ["write"]),
+        ("path.replace(other)", ["write"]),
+        ("text.replace('a', 'b')", []),
+        ("replace(record, state='done')", []),
+        ("dataclasses.replace(record, state='done')", []),
+        ("os.replace(a, b)", ["write"]),
+        ("from os import replace", ["write"]),
+        ("shutil.which('ssh')", []),
+        ("shutil.rmtree(p)", ["write"]),
+        ("import tempfile", ["write"]),
+        ("def f():\n    import subprocess", ["process"]),
+        ("from multiprocessing import Process", ["process"]),
+        ("os.system('x')", ["process"]),
+        ("os.execv(p, a)", ["process"]),
+        ("from urllib.parse import quote", []),
+        ("from urllib import request", ["network"]),
+        ("import urllib.request", ["network"]),
+        ("import http.client", ["network"]),
+        ("import paramiko", ["network"]),
+        ("if TYPE_CHECKING:\n    import paramiko", []),
+    ],
+)
+def test_an_effect_is_seen_however_it_is_spelt(text, kinds):
+    assert [kind for _, kind in effects(ast.parse(text))] == kinds
