@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 import os
 import re
@@ -26,6 +27,8 @@ MAX_MANIFEST_BYTES = 128 << 20
 MAX_FILE_BYTES = 1 << 50
 MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255
+MAX_LINK_HOPS = 40
+MAX_LINK_STEPS = 2_000_000  # of all links together: rings of long links must not keep us busy
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -119,9 +122,13 @@ def parse_manifest(
         while parent not in folders:
             folders.add(parent)
             parent = os.path.dirname(parent)
+    links = {entry.path: entry.link for entry in entries if entry.link is not None}
+    steps = itertools.count(1)
     for entry in entries:
         if not entry.is_dir and entry.path in folders:
             _refuse(host, job, f"{entry.display} is a file or link and also a folder")
+        if entry.link is not None and _leaves(entry, links, steps):
+            _refuse(host, job, f"{entry.display} is a link that points outside")
     return entries
 
 
@@ -161,7 +168,7 @@ def _entry(line: bytes) -> Entry:
         return Entry(path, mode=0o755, is_dir=True)
     if "link" in value:
         target = _path(value, "link")
-        _check_link(path, target)
+        _check_target(target)
         return Entry(path, link=target)
     size, mode, digest = value.get("size"), value.get("mode"), value.get("sha256")
     if type(size) is not int or not 0 <= size <= MAX_FILE_BYTES:
@@ -223,16 +230,39 @@ def _check_relative(path: bytes) -> None:
             raise _Unsafe(f"a name is longer than {MAX_NAME_BYTES} bytes")
 
 
-def _check_link(path: bytes, target: bytes) -> None:
-    """A link must point below the top of its own tree. Links of links are judged one by one, which is enough:
-    each step stays inside, so the way does."""
+def _check_target(target: bytes) -> None:
     if not target or target.startswith(b"/") or b"\0" in target or len(target) > MAX_PATH_BYTES:
         raise _Unsafe("the link points outside")
-    depth = path.count(b"/")
-    for name in target.split(b"/"):
-        depth += {b"..": -1, b".": 0, b"": 0}.get(name, 1)
-        if depth < 0:
-            raise _Unsafe("the link points outside")
+
+
+def _leaves(entry: Entry, links: dict[bytes, bytes], steps: Iterator[int]) -> bool:
+    """Whether following this link, and the links on its way, ever steps above the top.
+
+    Counting `..` is not enough: in `x/../..` the middle step depends on where `x` itself points.
+    """
+    here = entry.path.split(b"/")[:-1]
+    ahead = entry.link.split(b"/")[::-1]
+    hops = 0
+    while ahead:
+        name = ahead.pop()
+        if next(steps) > MAX_LINK_STEPS:
+            return True
+        if name in (b"", b"."):
+            continue
+        if name == b"..":
+            if not here:
+                return True
+            here.pop()
+            continue
+        here.append(name)
+        onward = links.get(b"/".join(here))
+        if onward is not None:
+            hops += 1
+            if hops > MAX_LINK_HOPS:  # a ring: the system refuses to follow it as well
+                return False
+            here.pop()
+            ahead.extend(onward.split(b"/")[::-1])
+    return False
 
 
 def _path_fields(name: str, path: bytes) -> str:
