@@ -46,11 +46,12 @@ def append(path: Path, records: Sequence[dict[str, Any]]) -> tuple[int, int]:
 
 
 @door("state.journal.append")
-def append_locked(path: Path, data: bytes) -> tuple[int, int]:
+def append_locked(path: Path, data: bytes, *, durable: bool = True) -> tuple[int, int]:
     """As `append`, for callers that hold the lock and have the bytes of whole lines.
 
     A torn last line (someone died in the middle of a write) gets its newline first: it stays a bad line of its own and
-    never swallows the first of ours. One `write`; a short one, on a full disk, is cut off again.
+    never swallows the first of ours. One `write`; a short one, on a full disk, is cut off again. durable=False leaves out
+    the fsync, for what can be made again from other files.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -63,8 +64,9 @@ def append_locked(path: Path, data: bytes) -> tuple[int, int]:
         try:
             if os.write(descriptor, block) < len(block):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(descriptor)
-            if size == 0:
+            if durable:
+                os.fsync(descriptor)
+            if durable and size == 0:
                 files.sync_directory(path.parent)
         except OSError as exc:
             os.ftruncate(descriptor, size)
@@ -104,6 +106,26 @@ def raw_lines(path: Path, start: int = 0, *, stop: int | None = None) -> Iterato
                     break
             yield offset, number, line
             offset += length
+
+
+def blocks_backward(path: Path, block_bytes: int = 1 << 20) -> Iterator[tuple[int, bytes]]:
+    """(offset, whole lines) from the end of a file to its beginning; the last line may lack its newline."""
+    descriptor = files.open_regular(path)
+    if descriptor is None:
+        return
+    try:
+        end, carry = os.fstat(descriptor).st_size, b""
+        while end > 0:
+            start = max(0, end - block_bytes)
+            data = os.pread(descriptor, end - start, start) + carry
+            end, cut = start, data.find(b"\n") + 1 if start else 0
+            if start and not cut:  # one line longer than the block
+                carry, block_bytes = data, block_bytes * 2
+                continue
+            carry = data[:cut]
+            yield start + cut, data[cut:]
+    finally:
+        os.close(descriptor)
 
 
 def parse_line(line: bytes, number: int) -> dict[str, Any] | Problem:

@@ -1,0 +1,136 @@
+"""One line of the ledger: its words, its order of fields, and whether it is what the schema allows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from gpu_skills.clock import parse_timestamp
+from gpu_skills.errors import UsageError
+
+# What a user sees ↔ what the ledger says. The one place where the two meet.
+LEDGER_WORD = {
+    "running": "running",
+    "succeeded": "completed",
+    "failed": "failed",
+    "timeout": "timeout",
+    "cancelled": "cancelled",
+    "lost": "lost",
+}
+STATE = {word: state for state, word in LEDGER_WORD.items()}
+TERMINAL_WORDS = tuple(word for word in STATE if word != "running")
+
+FIELDS = (
+    "id",
+    "deployment_id",
+    "provider",
+    "model",
+    "workflow",
+    "workflow_version",
+    "inputs",
+    "status",
+    "started_at",
+    "completed_at",
+    "duration_s",
+    "cost_usd",
+    "gpu",
+    "artifacts",
+    "error",
+    "ts",
+)
+JOB_ID = re.compile(r"J-\d{6,18}")
+MAX_INPUT_BYTES = 1024
+
+_TEXT_OR_NULL = ("deployment_id", "provider", "model", "workflow", "gpu", "error", "machine_id", "reason")
+_TIME_OR_NULL = ("started_at", "completed_at")
+_AMOUNT_OR_NULL = ("duration_s", "cost_usd")
+_TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)")
+
+
+def ledger_word(status: str) -> str:
+    """`succeeded` or `completed` → `completed`; both vocabularies are taken on input."""
+    word = LEDGER_WORD.get(status, status)
+    if word not in STATE:
+        allowed = ", ".join(dict.fromkeys([*LEDGER_WORD, *STATE]))
+        raise UsageError(f"no job status {status!r}; allowed are {allowed}", next_step="gpu job finish --help")
+    return word
+
+
+def is_terminal(record: dict[str, Any]) -> bool:
+    return record.get("status") in TERMINAL_WORDS
+
+
+def ordered(record: dict[str, Any]) -> dict[str, Any]:
+    """The published fields first and in their order, then whatever else the line carries."""
+    return {key: record[key] for key in FIELDS if key in record} | record
+
+
+def shortened_inputs(inputs: Any, *, policy: str = "full", private: Collection[str] = ()) -> Any:
+    """Inputs as the ledger keeps them: a large one by hash, a private one by nothing but its hash.
+
+    policy: `full`, `hash` (every input by hash) or `none` (no inputs at all), as `ledger_inputs` in policy.json.
+    """
+    if policy == "none" or inputs is None:
+        return None
+    if not isinstance(inputs, dict):
+        inputs = {"inputs": inputs}
+    kept: dict[str, Any] = {}
+    for name, value in inputs.items():
+        text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
+        data = text.encode("utf-8", "surrogatepass")
+        if name in private:
+            kept[name] = {"sha256": hashlib.sha256(data).hexdigest()}
+        elif policy == "hash" or (len(data) > MAX_INPUT_BYTES and not _is_digest(value)):
+            kept[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "name": name}
+        else:
+            kept[name] = value
+    return kept
+
+
+def is_plainly_valid(record: Any) -> bool:
+    """True when the schema `jobs` holds beyond doubt, without loading a validator.
+
+    False only says that the schema has to be asked. A test keeps the two in step.
+    """
+    if not isinstance(record, dict):
+        return False
+    identity, status, inputs = record.get("id"), record.get("status"), record.get("inputs")
+    version, artifacts, exit_code = record.get("workflow_version"), record.get("artifacts"), record.get("exit_code")
+    return (
+        type(identity) is str
+        and JOB_ID.fullmatch(identity) is not None
+        and status in STATE
+        and _is_time(record.get("ts"))
+        and all(record.get(key) is None or type(record[key]) is str for key in _TEXT_OR_NULL)
+        and all(record.get(key) is None or _is_time(record[key]) for key in _TIME_OR_NULL)
+        and all(record.get(key) is None or _is_amount(record[key]) for key in _AMOUNT_OR_NULL)
+        and (inputs is None or type(inputs) is dict)
+        and (version is None or type(version) in (str, int))
+        and (exit_code is None or type(exit_code) is int)
+        and (artifacts is None or (type(artifacts) is list and all(map(_is_artifact, artifacts))))
+    )
+
+
+def _is_time(value: Any) -> bool:
+    if type(value) is not str or not _TIMESTAMP.fullmatch(value):
+        return False
+    try:
+        parse_timestamp(value)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < float("inf")
+
+
+def _is_artifact(value: Any) -> bool:
+    return type(value) is dict and type(value.get("name")) is str and type(value.get("uri")) in (str, type(None))
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) == {"sha256", "bytes", "name"}

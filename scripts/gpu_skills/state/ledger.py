@@ -1,0 +1,379 @@
+"""The ledger of jobs: one line when a job starts, one when it ends, never rewritten."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu_skills.clock import Clock, timestamp
+from gpu_skills.errors import JobNotFound, StateError, UsageError
+from gpu_skills.state import chain, files, job_index, job_record, journal, strict_json
+from gpu_skills.state.job_record import JOB_ID, STATE, TERMINAL_WORDS, is_terminal
+from gpu_skills.state.project import Project
+from gpu_skills.units import json_number
+
+if TYPE_CHECKING:
+    from gpu_skills.state.ledger_verify import Verification
+    from gpu_skills.state.spend import Spend
+
+_MANY_IDS = 20
+
+
+class Ledger:
+    """The ledger of one project. inputs: `full`, `hash` or `none`, the policy's `ledger_inputs`.
+
+    Reading takes no lock: lines are only ever added. What is bad in the file is passed over by the readers of jobs, counted
+    by `spend` and told by `verify`.
+    """
+
+    def __init__(self, project: Project, clock: Clock, *, inputs: str = "full"):
+        self.project = project
+        self.clock = clock
+        self.inputs = inputs
+        self.path = project.path("jobs.jsonl")
+        self.head = project.path("jobs.head.jsonl")
+        self.charges = project.path("charges.jsonl")
+        self._known: job_index.JobIndex | None = None
+
+    # writing ----------------------------------------------------------------------------------------------------
+
+    def new_job_id(self) -> str:
+        """An id nobody has: not in the ledger, not in `jobs/`. Making its folder is what reserves it."""
+        self.project.require_writable()
+        folder = self.project.path("jobs")
+        files.make_directory(folder)
+        number = max(self._index().max_number, _largest_number(folder))
+        while True:
+            number += 1
+            job = f"J-{number:06d}"
+            try:
+                (folder / job).mkdir(mode=0o700)
+                return job
+            except FileExistsError:
+                continue  # another process was faster
+            except OSError as exc:
+                raise files.writing_failed(folder / job, exc) from exc
+
+    def start(self, record: dict[str, Any], *, private: Collection[str] = ()) -> dict[str, Any]:
+        """Write the first line of a job and return it. private: names of inputs of which only the hash is kept."""
+        return self.append([{**record, "status": "running"}], private=private)[0]
+
+    def finish(self, record: dict[str, Any]) -> bool:
+        """Write the terminal line of a job; False, and nothing written, when it already has one.
+
+        What the first line says (provider, inputs, started_at) is carried over. JobNotFound when the ledger has no such id.
+        """
+        self.project.require_writable()
+        job = str(record.get("id"))
+        ending = {**record, "status": job_record.ledger_word(str(record.get("status")))}
+        if ending["status"] not in TERMINAL_WORDS:
+            raise UsageError(f"a job cannot end as {ending['status']!r}", next_step="gpu job finish --help")
+        with files.lock(self.path):
+            offset = self._index().open.get(job)
+            if offset is None:
+                if self.latest(job) is None:
+                    raise JobNotFound(job=job)
+                return False
+            started = self._record_at(offset) or {}
+            published = dict.fromkeys(job_record.FIELDS[:-2]) | {"artifacts": []}
+            self._append_locked([self._completed({**published, **started, "ts": None, **ending})])
+            return True
+
+    def append(self, records: Sequence[dict[str, Any]], *, private: Collection[str] = ()) -> list[dict[str, Any]]:
+        """Add lines, all or none; return them as written. A missing id is made, a missing ts is now.
+
+        SchemaInvalid or UsageError names the first record that cannot be a line: its fields, a second end, a second start.
+        """
+        self.project.require_writable()
+        prepared = [dict(record) for record in records]
+        for record in prepared:
+            if record.get("id") is None:
+                record["id"] = self.new_job_id()
+            if isinstance(record.get("status"), str):
+                record["status"] = job_record.ledger_word(record["status"])
+            if isinstance(record.get("inputs"), dict) or private or self.inputs != "full":
+                record["inputs"] = job_record.shortened_inputs(
+                    record.get("inputs"), policy=self.inputs, private=private
+                )
+        with files.lock(self.path):
+            lines = [self._completed(record, number) for number, record in enumerate(prepared, 1)]
+            self._refuse_contradictions(lines)
+            self._append_locked(lines)
+        return lines
+
+    def reseal(self, reason: str) -> chain.Seal:
+        """Accept the ledger as it is now, with a reason that stays on record. An honest change made by hand needs this."""
+        self.project.require_writable()
+        if not reason.strip():
+            raise UsageError("a reason is needed", next_step='gpu ledger reseal --reason "…"')
+        with files.lock(self.path):
+            now = timestamp(self.clock.now())
+            before = chain.last_seal(self.head) or chain.Seal()
+            event = {
+                "kind": "observation",
+                "ts": now,
+                "what": "ledger_resealed",
+                "reason": reason,
+                "details": {"chain_before": before.chain, "lines_before": before.lines},
+            }
+            journal.append_locked(self.project.path("journal.jsonl"), files.dumps_line(event))
+            return chain.reseal(self.path, self.head, reason=reason, ts=now)
+
+    # reading ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def state_of(line: dict[str, Any]) -> str:
+        """The state a user sees for a ledger line: `succeeded` for `completed`."""
+        return STATE.get(str(line.get("status")), "lost")
+
+    @staticmethod
+    def is_open(line: dict[str, Any]) -> bool:
+        return not is_terminal(line)
+
+    def latest(self, job: str) -> dict[str, Any] | None:
+        """The last line of an id, which is its state; None when there is none."""
+        for record in self._mentions(job):
+            if record.get("id") == job:
+                return record
+        return None
+
+    def last_id(self) -> str | None:
+        """The job that started last."""
+        newest = self.jobs(limit=1)
+        return newest[0]["id"] if newest else None
+
+    def jobs(self, limit: int | None = None, *, status: str | None = None) -> list[dict[str, Any]]:
+        """Last lines of jobs, the newest start first. status: a state or a ledger word."""
+        word = None if status is None else job_record.ledger_word(status)
+        last: dict[str, dict[str, Any]] = {}
+        first_at: dict[str, int] = {}
+        for offset, block in journal.blocks_backward(self.path):
+            for record in reversed(list(_records(block))):
+                last.setdefault(record["id"], record)
+            for position, record in _records_with_offset(block, offset):
+                first_at[record["id"]] = min(position, first_at.get(record["id"], position))
+            # A job whose first line lies further back started before all of these did.
+            if limit is not None and offset > 0:
+                started_here = [r for r in last.values() if word is None or r["status"] == word]
+                if len(started_here) >= 2 * limit + 50:
+                    break
+        chosen = [r for r in last.values() if word is None or r["status"] == word]
+        chosen.sort(key=lambda r: first_at[r["id"]], reverse=True)
+        return chosen if limit is None else chosen[:limit]
+
+    def open_jobs(self) -> list[dict[str, Any]]:
+        """Last lines of the jobs that have no end yet, oldest first."""
+        found = (self._record_at(offset) for offset in sorted(self._index().open.values()))
+        return [record for record in found if record is not None]
+
+    def jobs_on(self, machine_id: str) -> list[str]:
+        """Ids of all jobs that ran on a machine, oldest first."""
+        found = (r["id"] for r in self._mentions(machine_id) if r.get("machine_id") == machine_id)
+        return list(reversed(dict.fromkeys(found)))
+
+    def tail(self, count: int = 10) -> list[dict[str, Any] | journal.Problem]:
+        """The last lines as they stand, bad ones as problems, oldest first. Line numbers count from the first shown."""
+        kept: list[bytes] = []
+        for _offset, block in journal.blocks_backward(self.path):
+            kept = [line for line in block.splitlines(keepends=True) if line.strip()] + kept
+            if len(kept) >= count:
+                break
+        chosen = kept[-count:] if count > 0 else []
+        return [journal.parse_line(line, number) for number, line in enumerate(chosen, 1)]
+
+    def query(self, program: str, *, timeout_s: float = 5.0) -> list[Any]:
+        """Results of a jq program over all good lines as one array, run in a child that sees nothing else."""
+        from gpu_skills.state import query
+
+        lines = [r for _o, _n, r in journal.scan(self.path) if isinstance(r, dict)]
+        return query.run(program, lines, timeout_s=timeout_s)
+
+    def verify(self) -> Verification:
+        """Check every line against the schema and the chain; nothing is changed."""
+        from gpu_skills.state import ledger_verify
+
+        return ledger_verify.verify(self.path, self.head)
+
+    def spend(
+        self,
+        *,
+        by: str | None = None,
+        status: str | None = None,
+        since: str | None = None,
+        include_charges: bool = False,
+    ) -> Spend:
+        """What jobs cost, and with `include_charges` everything else that machines billed. See `spend.Spend`.
+
+        by: provider, model, status, day or kind. since: a UTC day (2026-11-30) or a time with zone.
+        """
+        from gpu_skills.state import spend
+
+        word = None if status is None else job_record.ledger_word(status)
+        return spend.total(
+            self.path,
+            self.head,
+            charges=self.charges if include_charges else None,
+            by=by,
+            status=word,
+            since=since,
+            may_save=not self.project.is_read_only,
+        )
+
+    # inside ----------------------------------------------------------------------------------------------------
+
+    def _index(self) -> job_index.JobIndex:
+        cache = self.project.path("jobs.index.json")
+        may_save = not self.project.is_read_only
+        self._known = job_index.refresh(self._known, self.path, self.head, cache, may_save=may_save)
+        return self._known
+
+    def _completed(self, record: dict[str, Any], number: int | None = None) -> dict[str, Any]:
+        """The record as a line: money rounded, time filled in, checked."""
+        if record.get("ts") is None:
+            record["ts"] = timestamp(self.clock.now())
+        for key in ("cost_usd", "duration_s"):
+            value = record.get(key)
+            if isinstance(value, Decimal | float) and abs(value) < 1e15:
+                record[key] = json_number(Decimal(str(value)))
+        line = job_record.ordered(record)
+        if not job_record.is_plainly_valid(line):
+            from gpu_skills import schemas
+
+            schemas.check(line, "jobs", file="record" if number is None else f"record {number}")
+        return line
+
+    def _append_locked(self, lines: list[dict[str, Any]]) -> None:
+        try:
+            encoded = [files.dumps_line(line) for line in lines]
+        except (ValueError, TypeError, RecursionError, UnicodeEncodeError) as exc:
+            raise UsageError(f"a record is not JSON: {exc}", next_step="gpu ledger append --help") from exc
+        if any(len(line) > journal.MAX_LINE_BYTES for line in encoded):
+            raise UsageError("a record is larger than 8 MB", next_step="put large inputs into a file and name it")
+        before = chain.stamp_of(self.path)
+        data = b"".join(encoded)
+        offset, _length = journal.append_locked(self.path, data)
+        seal = chain.seal_appended(self.path, self.head, before=before, data=data, offset=offset)
+        self._note_appended(lines, encoded, offset, before, seal)
+
+    def _note_appended(
+        self,
+        lines: list[dict[str, Any]],
+        encoded: list[bytes],
+        offset: int,
+        before: chain.Stamp | None,
+        seal: chain.Seal | None,
+    ) -> None:
+        """Keep the index in memory true after our own append, so that a loop of appends reads nothing back."""
+        known = self._known
+        if known is None or seal is None or known.offset != offset or (before is not None and known.stamp != before):
+            return
+        for line, data in zip(lines, encoded, strict=True):
+            known.see(line["id"], line["status"], offset)
+            offset += len(data)
+        known.offset, known.stamp, known.custody = offset, seal.stamp, seal.custody
+
+    def _refuse_contradictions(self, lines: list[dict[str, Any]]) -> None:
+        """An id starts once and ends once, on disk and within the new lines."""
+        index = self._index()
+        older = {
+            line["id"] for line in lines if int(line["id"][2:]) <= index.max_number and line["id"] not in index.open
+        }
+        ended = self._present(older)
+        running = set(index.open)
+        for number, line in enumerate(lines, 1):
+            job = line["id"]
+            if job in ended:
+                raise UsageError(
+                    f"record {number}: {job} has already ended; the ledger takes one end per id",
+                    next_step="gpu ledger append with a new id, or without one",
+                )
+            if line["status"] != "running":
+                ended.add(job)
+            elif job in running:
+                raise UsageError(f"record {number}: {job} has already started", next_step=f"gpu job status {job}")
+            else:
+                running.add(job)
+
+    def _present(self, ids: set[str]) -> set[str]:
+        """Which of these ids the ledger has."""
+        if len(ids) <= _MANY_IDS:
+            return {job for job in ids if self.latest(job) is not None}
+        return {r["id"] for _o, _n, r in journal.scan(self.path) if isinstance(r, dict) and r.get("id") in ids}
+
+    def _record_at(self, offset: int) -> dict[str, Any] | None:
+        for _offset, _number, line in journal.raw_lines(self.path, offset):
+            return _record(line)
+        return None
+
+    def _mentions(self, text: str) -> Iterator[dict[str, Any]]:
+        """Records whose line has this string as a JSON value, newest first."""
+        needle = json.dumps(text, ensure_ascii=False).encode()
+        for _offset, block in journal.blocks_backward(self.path):
+            end = len(block)
+            while (found := block.rfind(needle, 0, end)) >= 0:
+                start = block.rfind(b"\n", 0, found) + 1
+                stop = block.find(b"\n", found)
+                record = _record(block[start : stop if stop >= 0 else len(block)])
+                if record is not None:
+                    yield record
+                end = start
+
+
+def read_records(data: bytes, name: str) -> list[dict[str, Any]]:
+    """The records of a text to append: one JSON object, however it is laid out, or one object a line."""
+    try:
+        whole = strict_json.loads(data)
+        if isinstance(whole, dict):
+            return [whole]
+    except strict_json.Fault as fault:
+        first_line = data.lstrip().split(b"\n", 1)[0]
+        try:
+            strict_json.loads(first_line)
+        except strict_json.Fault:  # not one object a line either: the place in the whole text says most
+            raise StateError(file=name, at=fault.at, problem=str(fault), next_step=f"edit {name}") from fault
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        parsed = journal.parse_line(line + b"\n", number)
+        if isinstance(parsed, journal.Problem):
+            raise StateError(file=name, at=parsed.at, problem=parsed.message, next_step=f"edit {name}")
+        records.append(parsed)
+    if not records:
+        raise UsageError(f"{name} has no records", next_step="gpu ledger append --help")
+    return records
+
+
+def _largest_number(folder: Path) -> int:
+    largest = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if JOB_ID.fullmatch(entry.name):
+                largest = max(largest, int(entry.name[2:]))
+    return largest
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A usable line: an object with an id and a known status. Others are for `verify` to tell."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(record, dict) and isinstance(record.get("id"), str) and record.get("status") in STATE:
+        return record
+    return None
+
+
+def _records(block: bytes) -> Iterable[dict[str, Any]]:
+    return (record for line in block.split(b"\n") if (record := _record(line)) is not None)
+
+
+def _records_with_offset(block: bytes, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line in block.split(b"\n"):
+        if (record := _record(line)) is not None:
+            yield offset, record
+        offset += len(line) + 1
