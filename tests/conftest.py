@@ -137,7 +137,7 @@ def fake_clock() -> FakeClock:
     return FakeClock()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def real_environment() -> dict[str, str]:
     """The environment the tests were started with: package index settings, not credentials."""
     return {name: value for name, value in REAL_ENVIRONMENT.items() if not name.startswith(_SCRUBBED_PREFIXES)}
