@@ -1,7 +1,7 @@
 """The hash chain over an append-only file: evidence that tells a rewritten line from an appended one.
 
 Beside `jobs.jsonl` lies `jobs.head.jsonl`. Each of its lines seals the file up to an offset:
-`chain` after n lines is SHA-256(chain after n-1 lines ‖ the line's bytes with its newline); before the first line it is 64
+`chain` after n lines is SHA-256(chain after n-1 lines ‖ the line's bytes with its newline), before the first line 64
 zeros. It is written after the ledger and is not synced: after a crash it may lag, and the next append seals what is
 there. It can never lead. It guards against accidents: whoever can write the ledger can write the chain.
 
@@ -39,8 +39,8 @@ class Stamp:
 class Seal:
     """The file up to `offset` (its first `lines` lines) hashed to `chain`.
 
-    custody counts how often someone else than us has changed the file: while it and the stamp stay, what was computed from
-    an older state of the file is still true of its beginning.
+    custody counts how often someone else than us has changed the file: while it and the stamp stay, what was computed
+    from an older state of the file is still true of its beginning.
     """
 
     offset: int = 0
@@ -133,8 +133,8 @@ def pieces(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 def seal_appended(path: Path, head: Path, *, before: Stamp | None, data: bytes, offset: int) -> Seal | None:
     """Seal everything behind the last seal, after `data` was appended at `offset`. The caller holds the ledger's lock.
 
-    before: the stamp the file had before this append. Returns None, and writes nothing, when the file is shorter than what
-    is sealed or was cut inside a line: the evidence stays for `verify`, until someone accepts it with a reason.
+    before: the stamp the file had before this append. Returns None, and writes nothing, when the file is shorter than
+    what is sealed or was cut inside a line: the evidence stays for `verify`, until someone accepts it with a reason.
     """
     last = last_seal(head) or Seal()
     if last.offset > (before.size if before else 0) or not _starts_a_line(path, last.offset):

@@ -50,8 +50,8 @@ def append_locked(path: Path, data: bytes, *, durable: bool = True) -> tuple[int
     """As `append`, for callers that hold the lock and have the bytes of whole lines.
 
     A torn last line (someone died in the middle of a write) gets its newline first: it stays a bad line of its own and
-    never swallows the first of ours. One `write`; a short one, on a full disk, is cut off again. durable=False leaves out
-    the fsync, for what can be made again from other files.
+    never swallows the first of ours. One `write`; a short one, on a full disk, is cut off again. durable=False leaves
+    out the fsync, for what can be made again from other files.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -26,8 +26,8 @@ _MANY_IDS = 20
 class Ledger:
     """The ledger of one project. inputs: `full`, `hash` or `none`, the policy's `ledger_inputs`.
 
-    Reading takes no lock: lines are only ever added. What is bad in the file is passed over by the readers of jobs, counted
-    by `spend` and told by `verify`.
+    Reading takes no lock: lines are only ever added. What is bad in the file is passed over by the readers of jobs,
+    counted by `spend` and told by `verify`.
     """
 
     def __init__(self, project: Project, clock: Clock, *, inputs: str = "full"):
@@ -65,7 +65,7 @@ class Ledger:
     def finish(self, record: dict[str, Any]) -> bool:
         """Write the terminal line of a job; False, and nothing written, when it already has one.
 
-        What the first line says (provider, inputs, started_at) is carried over. JobNotFound when the ledger has no such id.
+        What the first line says (provider, inputs, started_at) is carried over. JobNotFound for an id without one.
         """
         self.project.require_writable()
         job = str(record.get("id"))
@@ -86,7 +86,7 @@ class Ledger:
     def append(self, records: Sequence[dict[str, Any]], *, private: Collection[str] = ()) -> list[dict[str, Any]]:
         """Add lines, all or none; return them as written. A missing id is made, a missing ts is now.
 
-        SchemaInvalid or UsageError names the first record that cannot be a line: its fields, a second end, a second start.
+        SchemaInvalid or UsageError names the first record that cannot be a line: its fields, a second end or start.
         """
         self.project.require_writable()
         prepared = [dict(record) for record in records]
@@ -106,7 +106,7 @@ class Ledger:
         return lines
 
     def reseal(self, reason: str) -> chain.Seal:
-        """Accept the ledger as it is now, with a reason that stays on record. An honest change made by hand needs this."""
+        """Accept the ledger as it is now, after an honest change by hand; the reason stays on record."""
         self.project.require_writable()
         if not reason.strip():
             raise UsageError("a reason is needed", next_step='gpu ledger reseal --reason "…"')

@@ -1,4 +1,4 @@
-"""What was spent, summed from the ledger and the charges: fast over a million lines, and exact about what it left out."""
+"""What was spent, summed from the ledger and the charges: fast over a million lines, exact about what it left out."""
 
 from __future__ import annotations
 
