@@ -1,8 +1,8 @@
 """What a record may hold: JSON Schema 2020-12, with problems told in our own words.
 
 Schemas lie in `schemas/`; their `$id` is their path below it, and one may refer to another by its relative name
-(`{"$ref": "machine.json"}`, from `cli/`: `"../machine.json"`) without any network. `examples` of a schema is what a message offers when a text does
-not fit its pattern.
+(`{"$ref": "machine.json"}`, from `cli/`: `"../machine.json"`) without any network. The `examples` of a schema are what
+a message offers when a text does not fit its pattern.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Patterns:
     """
 
     def __init__(self, patterns: Sequence[str]):
-        self._rules: list[tuple[str, re.Pattern[bytes], bool, bool]] = []
+        self._rules: list[_Rule] = []  # the last written first
         self._used: set[str] = set()
         self._written = [p for p in patterns if p.strip() and not p.startswith("#")]
         if self._written:
@@ -48,10 +48,10 @@ class Patterns:
     def decide(self, path: bytes, *, is_dir: bool) -> str | None:
         """The pattern that excludes this path, None when it stays. The folders above it must have been kept."""
         subject = path + b"/" if is_dir else path
-        for written, regex, excludes, has_mark in self._rules:
-            if _matches_itself(regex, subject, is_dir, has_mark):
-                self._used.add(written)
-                return written if excludes else None
+        for rule in self._rules:
+            if rule.matches(subject, is_dir):
+                self._used.add(rule.written)
+                return rule.written if rule.excludes else None
         return None
 
     def _compile(self) -> None:
@@ -59,37 +59,44 @@ class Patterns:
         from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
 
         for written in self._written:
+            # To git `a/**/` is every folder below `a`; pathspec makes it `a` itself.
+            folders_only = written.rstrip().endswith("/**/")
+            pattern = written.rstrip()[:-1] if folders_only else written
             try:
                 # As bytes: `?` is one byte for git too, and names need not be UTF-8.
-                regex, excludes = GitIgnoreSpecPattern.pattern_to_regex(written.encode("utf-8", "surrogateescape"))
-                compiled = re.compile(regex, re.DOTALL) if regex is not None else None
-            except (GitIgnorePatternError, re.error) as exc:
+                regex, excludes = GitIgnoreSpecPattern.pattern_to_regex(pattern.encode("utf-8", "surrogateescape"))
+                rule = _Rule(written, regex, bool(excludes), folders_only) if regex is not None else None
+            except (GitIgnorePatternError, re.error, UnicodeEncodeError) as exc:
                 raise ConfigError(
                     file="gpujob.yaml",
                     problem=f"exclude {written!r} is not a gitignore pattern",
                     next_step="correct the pattern in gpujob.yaml or --exclude",
                 ) from exc
-            if compiled is not None:
-                self._rules.insert(0, (written, compiled, bool(excludes), _MARK in compiled.groupindex))
+            if rule is not None:
+                self._rules.insert(0, rule)
 
 
-_MARK = "ps_d"  # pathspec's name for the slash after which a path is only inside of what matched
+_MARK = b"(?P<ps_d>/)"  # how pathspec writes the slash after which a path is only inside of what matched
 
 
-def _matches_itself(regex: re.Pattern[bytes], subject: bytes, is_dir: bool, has_mark: bool) -> bool:
-    """Whether the path itself matches, not only a folder above it.
+class _Rule:
+    """One pattern, asked about one level at a time.
 
     pathspec's expressions are made for whole paths asked at once, so `foo` also matches `foo/bar`. With `!` among the
     patterns that differs from git, which asks about each level by itself (`*`, `!*/`, `!*.py` is the common case).
     """
-    match = regex.search(subject)
-    if match is None:
-        return False
-    if regex.pattern == b".":  # `*` and `**`
-        return True
-    if not has_mark:  # ends in `/**`: everything below, not the folder
-        return match.end() < len(subject)
-    if regex.pattern == b"(?P<ps_d>/)":  # `*/`: every folder
-        return is_dir
-    mark = match.start(_MARK)
-    return mark == len(subject) - 1 if mark >= 0 else match.end() == len(subject)
+
+    def __init__(self, written: str, regex: bytes, excludes: bool, folders_only: bool):
+        self.written = written
+        self.excludes = excludes
+        self._folders_only = folders_only or regex == _MARK  # `*/`
+        self._search = None
+        if regex not in (b".", _MARK):  # not one of the patterns for everything
+            # With the mark the match must end where the path ends; without (`/**`) it is everything below.
+            self._search = re.compile(regex + (rb"\Z" if _MARK in regex else rb"."), re.DOTALL).search
+
+    def matches(self, subject: bytes, is_dir: bool) -> bool:
+        """Whether the path itself matches, not only a folder above it. subject: the path, a folder's with `/`."""
+        if self._folders_only and not is_dir:
+            return False
+        return self._search is None or self._search(subject) is not None

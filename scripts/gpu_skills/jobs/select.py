@@ -33,7 +33,7 @@ OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something that stays here. A folder is one entry, its path ends in `/`. complete False: it holds more than that."""
+    """Something that stays here. A folder is one entry, its path ends in `/`. complete False: it holds more."""
 
     path: str
     bytes: int
