@@ -44,11 +44,11 @@ make_environment() {
     _gpu_message="the Python that GPU_PYTHON names is not 3.11 or newer, or does not run"
     _gpu_next="set GPU_PYTHON to one that is, or unset it"
   fi
-  printf 'gpu: %s; %s\n' "$_gpu_message" "$_gpu_next" >&2
+  printf 'gpu: %s; next: %s [missing_program]\n' "$_gpu_message" "$_gpu_next" >&2
   case " $* " in
     *" --json "*)
-      printf '{"error": {"code": "missing_program", "message": "%s", "next_step": "%s", ' "$_gpu_message" "$_gpu_next"
-      printf '"retryable": false, "may_be_billing": false, "details": {}}}\n'
+      printf '{"format": 1, "error": {"code": "missing_program", "message": "%s", ' "$_gpu_message"
+      printf '"next_step": "%s", "retryable": false, "may_be_billing": false, "details": {}}}\n' "$_gpu_next"
       ;;
   esac
   return 1

@@ -6,6 +6,7 @@ import re
 from string import Formatter
 
 import pytest
+
 from gpu_skills import errors
 from gpu_skills.errors import Failed, GpuError, HostKeyMismatch, Unreachable, all_errors, one_line
 

@@ -186,7 +186,7 @@ def one_line_error(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.returncode == 1
     told = [line for line in done.stderr.splitlines() if not re.match(r"gpu: (making its Python|process \d+ is)", line)]
     assert len(told) == 1, done.stderr
-    assert told[0].startswith("gpu: ")
+    assert re.fullmatch(r"gpu: .+; next: .+ \[[a-z_]+\]", told[0])
     for word in words:
         assert word in told[0]
 

@@ -15,6 +15,11 @@ try:
 except ModuleNotFoundError as missing:
     if (missing.name or "").startswith("gpu_skills"):
         raise
-    sys.exit(f"gpu: {sys.prefix} lacks {missing.name}; remove that folder and run the command again")
+    print(
+        f"gpu: the environment {sys.prefix} lacks {missing.name}; "
+        f"next: remove that folder and run the command again [environment_failed]",
+        file=sys.stderr,
+    )
+    sys.exit(1)
 
 sys.exit(main())

@@ -46,12 +46,12 @@ def main(arguments: list[str]) -> int:
         except OSError as error:
             raise _translated(error) from error
     except GpuError as error:
-        print(f"gpu: {error.message}; {error.next_step}", file=sys.stderr)
+        print(f"gpu: {error.message}; next: {error.next_step} [{error.code}]", file=sys.stderr)
         if "--json" in of_gpu:
-            print(json.dumps({"error": error.to_dict()}))
+            print(json.dumps({"format": 1, "error": error.to_dict()}))
         return 1
     except KeyboardInterrupt:
-        print("gpu: interrupted; run the command again", file=sys.stderr)
+        print("gpu: interrupted; next: run the command again", file=sys.stderr)
         return 1
 
 
