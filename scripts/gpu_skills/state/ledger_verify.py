@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from gpu_skills.clock import parse_timestamp
-from gpu_skills.state import chain, journal
+from gpu_skills.state import chain, journal, strict_json
 from gpu_skills.state.job_record import JOB_ID, TERMINAL_WORDS, is_plainly_valid
 
 MAX_SHOWN = 100
 
 _Number = Annotated[int, msgspec.Meta(ge=0)] | Annotated[float, msgspec.Meta(ge=0)] | None
 _Time = Annotated[datetime, msgspec.Meta(tz=True)]
-_UNSET = msgspec.UNSET
+_UNSET, _Unset = msgspec.UNSET, msgspec.UnsetType
 
 
 class _Artifact(msgspec.Struct, gc=False):
@@ -29,27 +29,28 @@ class _Line(msgspec.Struct, gc=False):
     """A line as we write it. Encoded again it gives the same bytes, or it is looked at more slowly."""
 
     id: str
-    deployment_id: str | None | msgspec.UnsetType = _UNSET
-    provider: str | None | msgspec.UnsetType = _UNSET
-    model: str | None | msgspec.UnsetType = _UNSET
-    workflow: str | None | msgspec.UnsetType = _UNSET
-    workflow_version: str | int | None | msgspec.UnsetType = _UNSET
-    inputs: dict[str, Any] | None | msgspec.UnsetType = _UNSET
-    status: Literal["running", "completed", "failed", "timeout", "cancelled", "lost"] | msgspec.UnsetType = _UNSET
-    started_at: _Time | None | msgspec.UnsetType = _UNSET
-    completed_at: _Time | None | msgspec.UnsetType = _UNSET
-    duration_s: _Number | msgspec.UnsetType = _UNSET
-    cost_usd: _Number | msgspec.UnsetType = _UNSET
-    gpu: str | None | msgspec.UnsetType = _UNSET
-    artifacts: list[_Artifact] | None | msgspec.UnsetType = _UNSET
-    error: str | None | msgspec.UnsetType = _UNSET
-    ts: _Time | msgspec.UnsetType = _UNSET
-    machine_id: str | None | msgspec.UnsetType = _UNSET
-    exit_code: int | None | msgspec.UnsetType = _UNSET
-    reason: str | None | msgspec.UnsetType = _UNSET
+    deployment_id: str | _Unset | None = _UNSET
+    provider: str | _Unset | None = _UNSET
+    model: str | _Unset | None = _UNSET
+    workflow: str | _Unset | None = _UNSET
+    workflow_version: str | int | _Unset | None = _UNSET
+    inputs: dict[str, Any] | _Unset | None = _UNSET
+    status: Literal["running", "completed", "failed", "timeout", "cancelled", "lost"] | _Unset = _UNSET
+    started_at: _Time | _Unset | None = _UNSET
+    completed_at: _Time | _Unset | None = _UNSET
+    duration_s: _Number | _Unset = _UNSET
+    cost_usd: _Number | _Unset = _UNSET
+    gpu: str | _Unset | None = _UNSET
+    artifacts: list[_Artifact] | _Unset | None = _UNSET
+    error: str | _Unset | None = _UNSET
+    ts: _Time | _Unset = _UNSET
+    machine_id: str | _Unset | None = _UNSET
+    exit_code: int | _Unset | None = _UNSET
+    reason: str | _Unset | None = _UNSET
 
 
 _decode = msgspec.json.Decoder(_Line).decode
+_decode_any = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -92,10 +93,10 @@ class Verification:
         if len(self.problems) < MAX_SHOWN:
             self.problems.append(Finding(line, offset, pointer, message))
 
-    def warning(self, line: int, offset: int, pointer: str, message: str) -> None:
+    def warning(self, line: int, offset: int, pointer: str, template: str, *values: object) -> None:
         self.warning_count += 1
         if len(self.warnings) < MAX_SHOWN:
-            self.warnings.append(Finding(line, offset, pointer, message))
+            self.warnings.append(Finding(line, offset, pointer, template.format(*values)))
 
     def to_dict(self) -> dict[str, Any]:
         found = {"problems": [f.to_dict() for f in self.problems], "warnings": [f.to_dict() for f in self.warnings]}
@@ -201,8 +202,7 @@ class _Lives:
                 self.result.problem(line, offset, "/ts", f"{identity} ends at {ts:%FT%TZ}, before it started")
             self.ended.add(number)
         if ts < self.latest:
-            back = (self.latest - ts).total_seconds()
-            self.result.warning(line, offset, "/ts", f"the time goes back by {back:g} s")
+            self.result.warning(line, offset, "/ts", "the time goes back by {}", self.latest - ts)
         else:
             self.latest = ts
 
@@ -210,15 +210,31 @@ class _Lives:
 def _check_line(line: bytes, number: int, offset: int, lives: _Lives, result: Verification) -> None:
     try:
         row = _decode(line)
-        plain = len(line) <= journal.MAX_LINE_BYTES and _encode(row) == line[:-1] and JOB_ID.fullmatch(row.id)
     except (ValueError, RecursionError):
-        plain = None
-    if plain and row.status is not _UNSET and row.ts is not _UNSET:
+        row = None
+    if row is not None and JOB_ID.fullmatch(row.id) and row.status and row.ts and _is_strict(line, row):
         lives.see(row.id, row.status, row.ts, number, offset)
         if row.completed_at and row.started_at and row.completed_at < row.started_at:
             _ends_early(number, offset, result)
         return
     _check_slowly(line, number, offset, lives, result)
+
+
+def _is_strict(line: bytes, row: _Line) -> bool:
+    """Whether the bytes hold exactly what was decoded: no key twice, no half of a surrogate pair, no deep nesting.
+
+    True at once for a line as we write it, soon for any compact one, after a careful parse for others.
+    """
+    if len(line) > journal.MAX_LINE_BYTES:
+        return False
+    body = line[:-1]
+    try:
+        if _encode(row) == body or _encode(_decode_any(body)) == body:
+            return True
+        strict_json.loads(body)
+        return True
+    except (ValueError, RecursionError, strict_json.Fault):
+        return False
 
 
 def _check_slowly(line: bytes, number: int, offset: int, lives: _Lives, result: Verification) -> None:
@@ -243,7 +259,7 @@ def _check_slowly(line: bytes, number: int, offset: int, lives: _Lives, result: 
         _ends_early(number, offset, result)
     if record["status"] in TERMINAL_WORDS and isinstance(record.get("cost_usd"), float):
         if round(record["cost_usd"], 6) != record["cost_usd"]:
-            result.warning(number, offset, "/cost_usd", f"{record['cost_usd']} has more than six places")
+            result.warning(number, offset, "/cost_usd", "{} has more than six places", record["cost_usd"])
 
 
 def _ends_early(number: int, offset: int, result: Verification) -> None:

@@ -46,7 +46,7 @@ except MemoryError:
 
 
 def run(program: str, value: Any, *, timeout_s: float = 5.0) -> list[Any]:
-    """All results of a jq program on one value. UsageError says what is wrong with the program or which limit it met."""
+    """All results of a jq program on one value. UsageError says what is wrong with it or which limit it met."""
     found = importlib.util.find_spec("jq")
     if found is None or not found.origin:
         raise MissingProgram(program="the Python package jq", next_step="install gpu-skills again")

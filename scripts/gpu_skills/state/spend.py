@@ -145,7 +145,7 @@ def _since(text: str | None) -> tuple[str, datetime | None]:
     return moment.strftime("%Y-%m-%d"), None if is_midnight else moment
 
 
-# the ledger, from where the cache ends ---------------------------------------------------------------------------------
+# the ledger, from where the cache ends -------------------------------------------------------------------------------
 
 
 def _cached(ledger: Path, head: Path, *, may_save: bool) -> Sums:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 100
+_MAX_DIGITS = 300
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'"((?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)"')
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[^\s,:\[\]{}\"]{1,40}")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-_WIDE_NUMBER = re.compile(rb"[0-9][eE]\+?\d{3}|\d{300}")
 
 
 @dataclass
@@ -51,7 +51,9 @@ def loads(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
         column = len(before[line_start:].decode("utf-8", "replace")) + 1
         raise Fault(before.count(b"\n") + 1, column, "", f"byte 0x{data[exc.start]:02x}", "UTF-8") from exc
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite, parse_int=_short
+        )
     except (ValueError, RecursionError) as exc:
         Scanner(text, max_depth).run()  # raises the fault with its place
         raise Fault(1, 1, "", "a text that no JSON reader takes", "JSON") from exc
@@ -63,7 +65,7 @@ def loads(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
 def _needs_a_closer_look(data: bytes, max_depth: int) -> bool:
     if data.count(b"[") + data.count(b"{") > max_depth and _depth(data) > max_depth:
         return True
-    return bool(_SURROGATE_ESCAPE.search(data) or _WIDE_NUMBER.search(data))
+    return b"\\u" in data and _SURROGATE_ESCAPE.search(data) is not None
 
 
 def _depth(data: bytes) -> int:
@@ -80,6 +82,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         raise ValueError("duplicate key")
     return made
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError("too large")
+    return value
+
+
+def _short(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError("too large")
+    return int(digits)
 
 
 def _no_constant(name: str) -> Any:
@@ -188,7 +203,7 @@ class Scanner:
         if not match:
             self._fail(position, pointer, "a JSON value")
         # 0123 and 1.2.3 are caught by what must follow a value.
-        if len(match[0]) > 300 or float(match[0]) in (float("inf"), float("-inf")):
+        if len(match[0]) > _MAX_DIGITS or float(match[0]) in (float("inf"), float("-inf")):
             self._fail(position, pointer, "a number below 1e308", "a number too large")
         return match.end(), ""
 
