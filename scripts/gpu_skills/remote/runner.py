@@ -57,8 +57,8 @@ ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 SLUG = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 BLOB_IN_MANIFEST = re.compile(rb'"sha256":"([0-9a-f]{64})","size":([0-9]+)')
 NOT_FOR_JOBS = re.compile(
-    r"SSH_.*|GPU_JOB_.*|OLDPWD|SHLVL|_|INVOCATION_ID"
-    r"|(VAST|VASTAI|RUNPOD|CONTAINER|LAMBDA|PAPERSPACE|TENSORDOCK|FLUIDSTACK|DATACRUNCH)(_\w+)?_(KEY|TOKEN|SECRET|PASSWORD)\Z"
+    r"(SSH_.*|GPU_JOB_.*|OLDPWD|SHLVL|_|INVOCATION_ID"
+    r"|(VAST|VASTAI|RUNPOD|CONTAINER|LAMBDA|PAPERSPACE|TENSORDOCK|DATACRUNCH)(_\w+)?_(KEY|TOKEN|SECRET|PASSWORD))\Z"
 )
 
 
@@ -174,11 +174,11 @@ def run_program(command: list[str], timeout_s: float = 10.0) -> tuple[int, str, 
     return done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
 
 
-def read_json(path: str) -> dict[str, Any] | None:
+def read_json(path: str, limit: int = 1 << 20) -> dict[str, Any] | None:
     """The object in a file of ours, None when there is none or it is not one."""
     try:
         with open(path, "rb") as file:
-            return parse_object(file.read(16 << 20))
+            return parse_object(file.read(limit))
     except (OSError, ValueError):
         return None
 
@@ -809,15 +809,28 @@ def any_path(entry: dict[str, Any], name: str) -> bytes:
     return path
 
 
+# A file whose name has nothing odd in it, as nearly all have: no escapes, no part that starts with a dot.
+PLAIN_FILE = re.compile(
+    rb'\{"mode":(?:0|[1-9][0-9]{0,3}),"path":"((?:[\w@+-][\w@+. =,-]{0,99}/){0,30}[\w@+-][\w@+. =,-]{0,99})"'
+    rb',"sha256":"[0-9a-f]{64}","size":(?:0|[1-9][0-9]{0,14})\}\Z'
+)
+
+
 def check_manifest(data: bytes) -> None:
     """Refuse what could not be unpacked into a folder of its own."""
     last, files = b"", 0
-    for entry in parse_lines(data):
-        path = entry_path(entry)
+    if data and not data.endswith(b"\n"):
+        bad("the manifest ends in the middle of a line")
+    for line in data.splitlines():
+        plain = PLAIN_FILE.match(line)
+        entry = {} if plain else parse_lines(line + b"\n")[0]
+        path = plain.group(1) if plain else entry_path(entry)
         if path <= last:
             bad(f"the manifest is not sorted at {path[:200]!r}")
         last = path
-        if "link" in entry:
+        if plain:
+            files += 1
+        elif "link" in entry:
             target = os.path.normpath(os.path.join(os.path.dirname(path), any_path(entry, "link")))
             if target.startswith((b"/", b"../")) or target == b"..":
                 bad(f"a link that leaves the directory: {path[:200]!r}")
@@ -832,16 +845,15 @@ def check_manifest(data: bytes) -> None:
 
 def missing_blobs(project: Project, manifest: bytes) -> list[tuple[str, int]]:
     """What the store lacks. A wrong size counts as missing: it is all that a crash can leave (see store_small)."""
-    missing, store, stat_of = [], project.store, os.stat
-    for digest_bytes, size in sorted(set(BLOB_IN_MANIFEST.findall(manifest))):
-        digest = digest_bytes.decode()
+    missing, store, stat_of = [], os.fsencode(project.store), os.stat
+    for digest, size in set(BLOB_IN_MANIFEST.findall(manifest)):
         try:
-            if stat_of(store + digest[:2] + "/" + digest).st_size == int(size):
+            if stat_of(store + digest[:2] + b"/" + digest).st_size == int(size):
                 continue
         except OSError:
             pass
-        missing.append((digest, int(size)))
-    return missing
+        missing.append((digest.decode(), int(size)))
+    return sorted(missing)
 
 
 def read_file(path: str) -> bytes | None:
@@ -872,9 +884,11 @@ def offer(server: Server, args: dict[str, Any]) -> dict[str, Any]:
     server.busy(project)
     write_atomic(project.tree(digest) + ".offered", manifest, sync=False)
     missing = missing_blobs(project, manifest)
+    cut_off = set(os.listdir(project.file("incoming")))
     lines = []
     for blob, size in missing:
-        lines.append(f'{{"have_bytes":{received(project, blob, size)},"sha256":"{blob}","size":{size}}}\n')
+        have_bytes = received(project, blob, size) if blob in cut_off else 0
+        lines.append(f'{{"have_bytes":{have_bytes},"sha256":"{blob}","size":{size}}}\n')
     server.connection.send_bytes("".join(lines).encode())
     return {"missing": len(missing)}
 
@@ -1147,7 +1161,7 @@ def start(server: Server, args: dict[str, Any]) -> dict[str, Any]:
         said = spawn("supervise", project, job.name, wire, errors=job.file("supervisor.err"), wait_s=10)
         if said == "gone" and not os.path.exists(job.file("state.json")):
             reason = (read_file(job.file("supervisor.err")) or b"").decode("utf-8", "replace")[-300:]
-            write_exit(job, ending("failed", 1, "runner_error", "the supervisor did not start: " + reason))
+            close_job(job, {}, ending("failed", 1, "runner_error", "it did not start: " + reason), time.time(), [])
     return job_status(job)
 
 
@@ -1234,8 +1248,9 @@ def status(server: Server, args: dict[str, Any]) -> dict[str, Any]:
     project = server.project(args)
     answers: list[dict[str, Any]] = []
     wanted, room = names(args.get("jobs"), "jobs"), MAX_HEADER - 2048
+    until = time.monotonic() + SETTLE_WAIT_S
     for name in wanted:
-        answer = job_status(project.job(text(name, JOB_ID, "job")))
+        answer = job_status(project.job(text(name, JOB_ID, "job")), until)
         room -= len(dumps(answer)) + 1
         if room < 0:
             break
@@ -1260,24 +1275,26 @@ STATUS = [
 ]
 
 
-def job_status(job: Job, patience_s: float = 3.0) -> dict[str, Any]:
-    """What a job is doing, or how it ended. One whose supervisor is gone is settled by a process of its own."""
+SETTLE_WAIT_S = 3.0
+
+
+def job_status(job: Job, until: float | None = None) -> dict[str, Any]:
+    """What a job is doing, or how it ended. One whose supervisor is gone is settled by a process of its own.
+
+    until: how long (monotonic) to wait for that. It may take longer, after which the job still counts as running.
+    """
     answer: dict[str, Any] = dict.fromkeys(STATUS)
     answer.update(job=job.name, state="unknown")
     if not job.exists():
         return answer
-    until = time.monotonic() + patience_s
-    settling = False
-    while not job.ended() and not job.supervisor_lives():
-        if not settling and not job.ended():
-            spawn("settle", job.project, job.name)
-            settling = True
-        if time.monotonic() > until:
-            break
-        time.sleep(0.05)
-    while settling and not job.ended() and time.monotonic() < until:
-        time.sleep(0.05)
+    until = time.monotonic() + SETTLE_WAIT_S if until is None else until
+    if not job.ended() and not job.supervisor_lives() and not job.ended() and time.monotonic() < until:
+        spawn("settle", job.project, job.name)
+        while not job.ended() and time.monotonic() < until:
+            time.sleep(0.03)
     record = read_json(job.exit_file)
+    if record is None and job.ended():
+        record = ending("lost", None, "runner_error", "the exit record on the machine cannot be read")
     if record is not None:
         answer.update({name: record.get(name) for name in STATUS})
         answer.update(job=job.name, phase=None)
@@ -1433,8 +1450,8 @@ class Outputs:
     def __init__(self, job: Job, final: bool):
         self.job, self.final = job, final
         self.base = os.fsencode(job.outputs)
-        self.real_base = os.path.realpath(self.base)
-        self.remembered = read_json(job.file("hashes.json")) or {}
+        self.real_base = OutputReader(job).base
+        self.remembered = read_json(job.file("hashes.json"), MAX_BODY) or {}
         self.hashes: dict[str, list[Any]] = {}
         self.files: dict[bytes, int] = {}
         self.skipped: list[dict[str, str]] = []
@@ -1442,6 +1459,9 @@ class Outputs:
 
     def scan(self) -> Outputs:
         ahead = [b""]
+        if os.path.islink(self.base):
+            ahead = []
+            self._skip(b".", "the output directory was replaced by a link")
         while ahead:
             folder = ahead.pop()
             try:
@@ -1570,7 +1590,9 @@ class OutputReader:
     """Opens what the other side names, never outside the outputs: folders may be links, a file may be one inside."""
 
     def __init__(self, job: Job):
-        self.base = os.path.realpath(os.fsencode(job.outputs))
+        # Only what is above it may be a link: the folder itself is never followed to somewhere else.
+        above, name = os.path.split(os.fsencode(job.outputs))
+        self.base = os.path.join(os.path.realpath(above), name)
         self.folders: dict[bytes, bytes] = {}
 
     def real_path(self, path: bytes) -> bytes | None:
@@ -1702,6 +1724,8 @@ def open_session(project: Project, wanted: dict[str, Any]) -> None:
     limit_s, idle_s = wanted.get("deadline_in_s"), wanted.get("idle_timeout_s")
     limit_s = seconds(limit_s, "deadline_in_s") if limit_s is not None else None
     idle_s = seconds(idle_s, "idle_timeout_s") if idle_s is not None else None
+    if idle_s == 0:
+        bad("idle_timeout_s is 0: for no idle stop it is null")
     reason = text(wanted.get("deadline_reason") or "max_lifetime", SLUG, "deadline_reason")
     action = wanted.get("on_expiry") or "record"
     if action not in ACTIONS:
@@ -1754,7 +1778,10 @@ def needs_watcher(session: dict[str, Any] | None) -> bool:
 
 def ensure_watcher(project: Project, wait_s: float = 0.0) -> None:
     if needs_watcher(read_session(project)) and not is_locked(project.file("watch.lock")):
-        spawn("watch", project, errors=project.file("watch.err"), wait_s=wait_s)
+        try:
+            spawn("watch", project, errors=project.file("watch.err"), wait_s=wait_s)
+        except OSError:  # no memory or no disk for it now: the next request tries again
+            pass
 
 
 # probe -------------------------------------------------------------------------------------------------------------
@@ -2283,6 +2310,8 @@ class Supervisor:
         while self.pump(0):  # what was printed last; whoever still holds the pipe is not ours
             pass
         self.take(self.masker.flush())
+        self.progress.feed(b"\n")  # the last line may end without
+        remove(self.job.file("reserve"))
         self.log.close()
         if ending_tree.left:
             pids = [process.pid for process in ending_tree.left[:20]]
@@ -2668,13 +2697,17 @@ class Watcher:
 
 
 def watch(project: Project) -> int:
-    lock = try_lock(project.file("watch.lock"), wait_s=1)
-    say_ready("ready" if lock is not None else "taken")
-    if lock is None:
-        return 0
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    Watcher(project).run()
-    return 0
+    while True:
+        lock = try_lock(project.file("watch.lock"), wait_s=1)
+        say_ready("ready" if lock is not None else "taken")
+        if lock is None:
+            return 0
+        Watcher(project).run()
+        os.close(lock)
+        # Whoever opened a session while this one still held the lock relied on it.
+        if not needs_watcher(read_session(project)):
+            return 0
 
 
 # the roles of this file ---------------------------------------------------------------------------------------------
