@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 
 def shared_seconds(start: float, end: float, others: Iterable[tuple[float, float]]) -> float:
@@ -15,7 +16,7 @@ def shared_seconds(start: float, end: float, others: Iterable[tuple[float, float
     overlapping = [(max(s, start), min(e, end)) for s, e in others if s < end and e > start]
     edges = sorted({start, end, *(s for s, _ in overlapping), *(e for _, e in overlapping)})
     paid = 0.0
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in pairwise(edges):
         sharers = 1 + sum(1 for s, e in overlapping if s <= left and e >= right)
         paid += (right - left) / sharers
     return paid
