@@ -25,7 +25,7 @@ def effective_mode(flag: str | None, environ: Mapping[str, str]) -> str:
 
 
 class GpuCommand(click.Command):
-    """A leaf command. Its function takes the Context first and returns an Output or None.
+    """A leaf command. Its function takes the Context first and returns an Output or None
 
     reads_only: it may run in every mode. failure_exit: what every failure of gpu itself exits with, if not its own code.
     """

@@ -20,10 +20,11 @@ GROUPS = ("provider", "model", "status", "day", "kind")
 def spend(context: Context, by: str, status: str | None, since: str | None, everything: bool) -> Output:
     """What was spent, failed attempts included. Reads only."""
     result = context.ledger.spend(by=by, status=status, since=since, include_charges=everything)
-    groups = result["groups"]
-    rows = [[str(g[by]), str(g["jobs"]), format_usd(g["cost_usd"])] for g in groups]
+    rows = [[r.key or "-", str(r.jobs), format_usd(r.cost_usd)] for r in result.rows]
     text = table(rows, [by.upper(), "JOBS", "COST"]) + "\n" if rows else ""
-    text += f"total: {format_usd(result['cost_usd'])} over {result['jobs']} jobs"
-    if result.get("incomplete"):
-        text += f"\nincomplete: {result['bad_lines']} lines cannot be read, at bytes {result['bad_offsets'][:5]}"
-    return Output(result, text)
+    text += f"total: {format_usd(result.total_usd)} over {result.jobs} jobs"
+    if everything:
+        text += f" and {result.charges} charges"
+    if result.incomplete:
+        text += f"\nincomplete: {result.bad_lines} lines cannot be read: {result.bad_offsets}"
+    return Output(result.to_dict(), text)

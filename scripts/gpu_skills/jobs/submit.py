@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_skills.clock import Clock, timestamp
-from gpu_skills.errors import JobError, OutcomeUnknown, ProtocolError, RemoteError, TransferIncomplete, Unreachable
+from gpu_skills.errors import GpuError, JobError, OutcomeUnknown, ProtocolError, TransferIncomplete, Unreachable
 from gpu_skills.jobs.pack import Packed
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.jobs.spec import JobSpec
@@ -107,10 +107,10 @@ def start(
             "env": environment,
         }
         try:
-            status = _start_once_more(link, request)
+            status = link.session.call("start", request)
         except (Unreachable, TransferIncomplete, ProtocolError) as exc:
             raise OutcomeUnknown(what=f"the start of {job}", host=link.host, job=job) from exc
-        except RemoteError as exc:  # the machine said no: nothing runs there
+        except GpuError as exc:  # the machine said no: nothing runs there
             ledger.finish(
                 {
                     "id": job,
@@ -127,14 +127,6 @@ def start(
             ) from exc
         folder.write("accepted", {"at": timestamp(clock.now()), "state": status["state"]})
     return Submitted(job, report, status)
-
-
-def _start_once_more(link: Link, request: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return link.session.call("start", request)
-    except (Unreachable, TransferIncomplete):
-        link.reopen()
-        return link.session.call("start", request)
 
 
 def _wire_spec(job: str, nonce: str, tree: str, spec: JobSpec, secret_names: list[str]) -> dict[str, Any]:

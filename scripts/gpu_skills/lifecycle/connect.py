@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 class Link:
     """An open conversation with one machine. bulk: None where the control connection is as good as any."""
 
-    def __init__(self, machine: Machine, open_session: Callable[[], tuple[Session, Any]]):
+    def __init__(self, machine: Machine, session: Session, bulk: Any = None):
         self.machine = machine
-        self._open_session = open_session
-        self.session, self.bulk = open_session()
+        self.session = session
+        self.bulk = bulk
 
     @property
     def host(self) -> str:
@@ -25,8 +25,7 @@ class Link:
 
     def reopen(self) -> None:
         """Connect again after the connection broke."""
-        self.session.close()
-        self.session, self.bulk = self._open_session()
+        self.session.reopen()
 
     def close(self) -> None:
         self.session.close()
@@ -39,19 +38,13 @@ def connect(machine: Machine, *, known_hosts: Path, environ: Mapping[str, str]) 
     if machine.endpoint is None:
         from gpu_skills.remote.transport import LocalTransport
 
-        def open_here() -> tuple[Session, Any]:
-            return Session.open(LocalTransport(), root=machine.root or local_root(environ)), None
-
-        return Link(machine, open_here)
+        return Link(machine, Session.open(LocalTransport(), root=machine.root or local_root(environ)))
 
     from gpu_skills.remote.bulk import Bulk
     from gpu_skills.remote.ssh import SshTransport
 
-    def open_there() -> tuple[Session, Any]:
-        transport = SshTransport(machine.endpoint, machine_id=machine.id, known_hosts=known_hosts)
-        return Session.open(transport, root=machine.root), Bulk(transport)
-
-    return Link(machine, open_there)
+    transport = SshTransport(machine.endpoint, machine_id=machine.id, known_hosts=known_hosts, environ=environ)
+    return Link(machine, Session.open(transport, root=machine.root), Bulk(transport))
 
 
 def local_root(environ: Mapping[str, str]) -> str:
