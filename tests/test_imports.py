@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.subprocess
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
 HEAVY = {
     "boto3", "botocore", "cryptography", "jsonschema", "keyring", "paramiko", "pathspec", "referencing", "requests",
-    "rich", "urllib3", "yaml", "asyncio", "multiprocessing", "unittest",
+    "rich", "urllib3", "yaml", "msgspec", "jq", "asyncio", "multiprocessing", "unittest",
 }  # fmt: skip
 
 
@@ -51,3 +55,19 @@ def test_help_loads_nothing_heavy(tmp_path, arguments):
 
 def test_the_check_would_see_a_heavy_import(tmp_path):
     assert heavy_after("import yaml", tmp_path) == {"yaml"}
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = sum(project["optional-dependencies"].values(), project["dependencies"])
+    declared = {re.match(r"[A-Za-z0-9_-]+", line)[0].lower() for line in requirements}
+    imported = set()
+    for path in (SCRIPTS / "gpu_skills").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.split(".")[0])
+    foreign = imported - sys.stdlib_module_names - {"gpu_skills"}
+    assert {"click", "paramiko"} <= foreign
+    assert {{"yaml": "pyyaml"}.get(name, name) for name in foreign} - declared == set()
