@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pwd
 import random
@@ -20,8 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import pytest
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
 USER = pwd.getpwuid(os.getuid()).pw_name
@@ -103,7 +102,7 @@ def start_sshd(
     identity: a key pair to let in, in place of a new one.
     """
     if SSHD is None:
-        pytest.skip("no OpenSSH server: scripts/test installs it")
+        raise RuntimeError("no OpenSSH server here: scripts/test installs it")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     make_key(folder / "host_key", key_type)
     if identity is None:
@@ -132,26 +131,6 @@ def start_sshd(
         yield server
     finally:
         server.stop()
-
-
-@pytest.fixture
-def sshd(tmp_path: Path, allow_subprocess: None) -> Iterator[Sshd]:
-    with start_sshd(tmp_path / "sshd") as server:
-        yield server
-
-
-@pytest.fixture
-def sshd_factory(tmp_path: Path, allow_subprocess: None) -> Iterator[Callable[..., Sshd]]:
-    """`sshd_factory(environment=…, settings=…)` as often as a test needs."""
-    with contextlib.ExitStack() as stack:
-        count = 0
-
-        def start(**options: object) -> Sshd:
-            nonlocal count
-            count += 1
-            return stack.enter_context(start_sshd(tmp_path / f"sshd{count}", **options))
-
-        yield start
 
 
 def make_key(path: Path, key_type: str = "ed25519", passphrase: str = "") -> Path:
@@ -255,3 +234,26 @@ def _descendants(root: int) -> list[int]:
         found += below
         todo += below
     return found
+
+
+try:
+    import pytest
+except ModuleNotFoundError:  # the benchmarks start servers too, in an environment without pytest
+    pass
+else:
+
+    @pytest.fixture
+    def sshd(tmp_path: Path, allow_subprocess: None) -> Iterator[Sshd]:
+        with start_sshd(tmp_path / "sshd") as server:
+            yield server
+
+    @pytest.fixture
+    def sshd_factory(tmp_path: Path, allow_subprocess: None) -> Iterator[Callable[..., Sshd]]:
+        """`sshd_factory(environment=…, settings=…)` as often as a test needs."""
+        with contextlib.ExitStack() as stack:
+            numbers = itertools.count(1)
+
+            def start(**options: object) -> Sshd:
+                return stack.enter_context(start_sshd(tmp_path / f"sshd{next(numbers)}", **options))
+
+            yield start

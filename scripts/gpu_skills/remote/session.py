@@ -403,7 +403,16 @@ def _write(channel: Channel, buffers: list[Buffer], size: int) -> None:
 _NO_RUNNER = 93
 _SAID = frozenset(range(91, 98))
 
-# Reads exactly its own length from stdin, so that frames may follow at once. Kept free of quotes that shells differ on.
+# `python3 runner.py` compiles the file at every start, which takes longer than all the rest of it. As a module its
+# bytecode is kept beside it and checked by time and size, as Python does for every module.
+_LAUNCHER = (
+    "import sys; from importlib.machinery import SourceFileLoader; "
+    "del sys.argv[0]; __file__ = sys.argv[0]; "
+    "exec(SourceFileLoader(__name__, __file__).get_code(__name__))"
+)
+
+# Reads exactly the runner's length from stdin, so that frames may follow at once. Without single quotes and
+# backslashes, about which shells differ.
 _INSTALLER = """\
 import hashlib, os, sys
 if sys.version_info < (3, 8):
@@ -426,21 +435,25 @@ try:
 except OSError as exc:
     sys.stderr.write(str(exc))
     sys.exit(95 if exc.errno in (28, 122) else 96)
-os.execv(sys.executable, [sys.executable, "-I", path, "serve", "--root", root])
+os.execv(sys.executable, [sys.executable, "-I", "-c", sys.argv[5], path, "serve", "--root", root])
 """
 
 
 def _serve_command(python: str, root: str, digest: str) -> str:
     script = (
         f"{_prelude(python, root, digest)} "
-        f'[ -f "$f" ] || exit {_NO_RUNNER}; exec {shlex.quote(python)} -I "$f" serve --root "$r"'
+        f'[ -f "$f" ] || exit {_NO_RUNNER}; '
+        f'exec {shlex.quote(python)} -I -c {shlex.quote(_LAUNCHER)} "$f" serve --root "$r"'
     )
     return f"exec sh -c {shlex.quote(script)}"
 
 
 def _install_command(python: str, root: str, digest: str, size: int) -> str:
     code = shlex.quote(f"exec({_INSTALLER!r})")
-    script = f'{_prelude(python, root, digest)} exec {shlex.quote(python)} -I -c {code} {size} {digest} "$f" "$r"'
+    script = (
+        f"{_prelude(python, root, digest)} "
+        f'exec {shlex.quote(python)} -I -c {code} {size} {digest} "$f" "$r" {shlex.quote(_LAUNCHER)}'
+    )
     return f"exec sh -c {shlex.quote(script)}"
 
 

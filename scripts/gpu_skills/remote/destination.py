@@ -1,0 +1,299 @@
+"""The folder that outputs come home to. Nothing outside it can be written, whatever it contains.
+
+Every component of a path is opened from the one above it without following links, so a link that stands in the way (put
+there by a job, a user or an attacker, before or during a pull) is an error and never a detour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+from gpu_skills.errors import DiskFull, GpuError, NotWritable, one_line
+
+BLOCK_BYTES = 1 << 20
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FEW_FILES = 64
+
+
+class Destination:
+    """An existing folder, held open, and a private staging folder beside it on the same file system."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.staging = path.parent / f".{path.name}.incoming"
+        with writing(path):
+            self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._folder: tuple[bytes, int] = (b"", self._root)
+        self._staging = -1
+        self._umask = os.umask(0)
+        os.umask(self._umask)
+
+    def __enter__(self) -> Destination:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._leave_folder()
+        os.close(self._root)
+        if self._staging >= 0:
+            os.close(self._staging)
+
+    # what is here ---------------------------------------------------------------------------------------------------
+
+    def stat(self, path: bytes) -> os.stat_result | None:
+        """lstat of an entry; None when it or a folder above it is missing or a link stands in its way."""
+        try:
+            return os.stat(os.path.basename(path), dir_fd=self._enter(path, make=False), follow_symlinks=False)
+        except OSError:
+            return None
+
+    def hash(self, path: bytes) -> str | None:
+        """SHA-256 of a regular file; None when it cannot be read."""
+        try:
+            descriptor = os.open(
+                os.path.basename(path),
+                os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+                dir_fd=self._enter(path, make=False),
+            )
+        except OSError:
+            return None
+        try:
+            return hash_descriptor(descriptor) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        finally:
+            os.close(descriptor)
+
+    # bringing something in ------------------------------------------------------------------------------------------
+
+    def make_folder(self, path: bytes) -> None:
+        self._enter(path + b"/.", make=True)
+
+    def place(self, staged: str, path: bytes, mode: int) -> os.stat_result:
+        """Move a verified file of the staging folder to its place. An older one there is replaced in one step."""
+        with writing(self._shown(path)):
+            os.chmod(staged, (mode | 0o600) & ~self._umask, dir_fd=self.open_staging())
+            name, folder = os.path.basename(path), self._enter(path, make=True)
+            os.rename(staged, name, src_dir_fd=self._staging, dst_dir_fd=folder)
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+    def copy(self, source: bytes, path: bytes, mode: int, expected: str) -> os.stat_result | None:
+        """A second file with the content of one that was placed; None when that is not what it was any more."""
+        name = f"copy-{secrets.token_hex(8)}"
+        digest = sha256()
+        with writing(self._shown(path)):
+            reading = os.open(
+                os.path.basename(source), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._enter(source, False)
+            )
+            with open(reading, "rb", buffering=0) as here, self.create(name) as there:
+                while data := here.read(BLOCK_BYTES):
+                    digest.update(data)
+                    write_all(there.fileno(), data)
+        if digest.hexdigest() != expected:
+            self.discard(name)
+            return None
+        return self.place(name, path, mode)
+
+    # staging --------------------------------------------------------------------------------------------------------
+
+    def open_staging(self) -> int:
+        """A descriptor of the staging folder, which only we can write to. Made at the first call."""
+        if self._staging < 0:
+            with writing(self.staging):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self.staging, 0o700)
+                self._staging = os.open(self.staging, _FOLDER)
+                found = os.fstat(self._staging)
+                if found.st_uid != os.getuid():
+                    raise NotWritable(path=str(self.staging), reason="it belongs to somebody else")
+                os.fchmod(self._staging, 0o700)
+        return self._staging
+
+    @contextlib.contextmanager
+    def create(self, name: str, *, keep: bool = False) -> Iterator[ByteFile]:
+        """A staged file open for writing; `keep` goes on with one that is there."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if keep else os.O_TRUNC)
+        with writing(self.staging / name):
+            descriptor = os.open(name, flags, 0o600, dir_fd=self.open_staging())
+        try:
+            yield ByteFile(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def staged_bytes(self, name: str) -> int:
+        """The size of a regular staged file, 0 when there is none."""
+        try:
+            found = os.stat(name, dir_fd=self.open_staging(), follow_symlinks=False)
+        except FileNotFoundError:
+            return 0
+        if not stat.S_ISREG(found.st_mode):
+            self.discard(name)
+            return 0
+        return found.st_size
+
+    def discard(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.open_staging())
+
+    def remove_staging(self) -> None:
+        if self._staging >= 0:
+            os.close(self._staging)
+            self._staging = -1
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+    def sync(self, placed: list[bytes]) -> None:
+        """Put what was placed on the disk: what comes next may be the end of the only other copy."""
+        with writing(self.path):
+            if len(placed) > _FEW_FILES:
+                if ctypes.CDLL(None, use_errno=True).syncfs(self._root) if os.uname().sysname == "Linux" else True:
+                    os.sync()
+                return
+            for path in placed:
+                folder = self._enter(path, make=False)
+                descriptor = os.open(os.path.basename(path), os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                os.fsync(folder)
+
+    # walking --------------------------------------------------------------------------------------------------------
+
+    def _enter(self, path: bytes, make: bool) -> int:
+        """A descriptor of the folder of `path`. The last one is kept, because manifests list folder by folder."""
+        wanted = os.path.dirname(path)
+        if wanted == self._folder[0]:
+            return self._folder[1]
+        self._leave_folder()
+        descriptor = self._root
+        names = wanted.split(b"/") if wanted else []
+        try:
+            for depth, name in enumerate(names):
+                below = self._step(descriptor, name, make, b"/".join(names[: depth + 1]))
+                if descriptor != self._root:
+                    os.close(descriptor)
+                descriptor = below
+        except BaseException:
+            if descriptor != self._root:
+                os.close(descriptor)
+            raise
+        self._folder = (wanted, descriptor)
+        return descriptor
+
+    def _step(self, folder: int, name: bytes, make: bool, path: bytes) -> int:
+        try:
+            return os.open(name, _FOLDER, dir_fd=folder)
+        except FileNotFoundError:
+            if not make:
+                raise
+        except NotADirectoryError as exc:
+            if not make:
+                raise
+            raise NotWritable(path=str(self._shown(path)), reason=_what_stands(folder, name)) from exc
+        except OSError as exc:
+            if make and exc.errno == errno.ELOOP:
+                raise NotWritable(path=str(self._shown(path)), reason=_what_stands(folder, name)) from exc
+            raise
+        with writing(self._shown(path)):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o777, dir_fd=folder)
+            return os.open(name, _FOLDER, dir_fd=folder)
+
+    def _leave_folder(self) -> None:
+        if self._folder[1] != self._root:
+            os.close(self._folder[1])
+        self._folder = (b"", self._root)
+
+    def _shown(self, path: bytes) -> Path:
+        return self.path / one_line(path.decode("utf-8", "replace"))
+
+
+class ByteFile:
+    """A descriptor one can write all of something to."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+class Verified:
+    """Which files here were found to have which content, remembered by size, times and inode.
+
+    It may be lost at any time; all it saves is hashing again.
+    """
+
+    def __init__(self, cache_path: Path | None, *, trust: bool = True):
+        self._path = cache_path
+        self._known: dict[str, list] = {}
+        if cache_path is not None and trust:
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                loaded = json.loads(cache_path.read_bytes())
+                if isinstance(loaded, dict) and isinstance(loaded.get("files"), dict):
+                    self._known = loaded["files"]
+        self._changed = False
+
+    def digest(self, path: bytes, found: os.stat_result) -> str | None:
+        known = self._known.get(path.decode("latin-1"))
+        if isinstance(known, list) and known[:-1] == _identity(found) and isinstance(known[-1], str):
+            return known[-1]
+        return None
+
+    def remember(self, path: bytes, found: os.stat_result, digest: str) -> None:
+        self._known[path.decode("latin-1")] = [*_identity(found), digest]
+        self._changed = True
+
+    def save(self) -> None:
+        from gpu_skills.state import files
+
+        if self._path is not None and self._changed:
+            files.commit(self._path, json.dumps({"files": self._known}).encode(), durable=False)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """The system's refusal to write, in our words."""
+    try:
+        yield
+    except GpuError:
+        raise
+    except OSError as exc:
+        full = exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        reason = {errno.EISDIR: "a folder is in the way", errno.ENOTEMPTY: "a folder is in the way"}.get(
+            exc.errno, exc.strerror or str(exc)
+        )
+        raise (DiskFull if full else NotWritable)(path=one_line(str(path)), reason=reason) from exc
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def hash_descriptor(descriptor: int, limit: int | None = None) -> str:
+    """SHA-256 from where the descriptor stands to the end."""
+    digest = sha256()
+    while data := os.read(descriptor, BLOCK_BYTES):
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _identity(found: os.stat_result) -> list[int]:
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _what_stands(folder: int, name: bytes) -> str:
+    try:
+        is_link = stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except OSError:
+        return "something is in the way"
+    return "it is a link, and nothing is written through a link" if is_link else "a file is in the way of a folder"
