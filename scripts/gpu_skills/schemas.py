@@ -168,8 +168,11 @@ def _retrieve(uri: str) -> Any:
 
     if not uri.startswith(BASE) or not uri.endswith(".json"):
         raise NoSuchResource(ref=uri)
+    schema = load(uri[len(BASE) : -len(".json")])
     # The place a schema was found at is its base, whatever its $id says: relative references then follow the folders.
-    schema = load(uri[len(BASE) : -len(".json")]) | {"$id": uri}
+    schema["$id"] = uri
+    # jsonschema would change to its own validator class at every $schema it meets, and lose our extensions.
+    schema.pop("$schema", None)
     return Resource.from_contents(schema, default_specification=DRAFT202012)
 
 
