@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -24,6 +25,8 @@ CHECKPOINT_LINES = 1000
 ZERO = "0" * 64
 _ENTRY_BYTES = 260  # more than an entry needs
 _SLACK_BYTES = 256 * 1024
+_KEPT = 100
+_STAYS = re.compile(rb'"lines":(\d*000|0),|"reason":')
 
 
 @dataclass(frozen=True)
@@ -85,15 +88,16 @@ def stamp_of(path: Path) -> Stamp | None:
 def last_seal(head: Path) -> Seal | None:
     """The newest readable line of the head file. A torn one is what a crash left: the one before it counts."""
     try:
-        with open(head, "rb") as stream:
-            end = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, end - 8 * _ENTRY_BYTES))
-            tail = stream.read()
+        descriptor = os.open(head, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    for line in reversed(tail.splitlines()):
-        seal = _parse(line)
-        if seal is not None:
+    try:
+        end = os.fstat(descriptor).st_size
+        tail = os.pread(descriptor, 8 * _ENTRY_BYTES, max(0, end - 8 * _ENTRY_BYTES))
+    finally:
+        os.close(descriptor)
+    for line in reversed(tail.split(b"\n")):
+        if line and (seal := _parse(line)) is not None:
             return seal
     return max(seals(head), key=lambda s: s.lines, default=None)
 
@@ -130,16 +134,19 @@ def pieces(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
             start += len(piece)
 
 
-def seal_appended(path: Path, head: Path, *, before: Stamp | None, data: bytes, offset: int) -> Seal | None:
+def seal_appended(
+    path: Path, head: Path, last: Seal | None, *, before: Stamp | None, data: bytes, offset: int
+) -> Seal | None:
     """Seal everything behind the last seal, after `data` was appended at `offset`. The caller holds the ledger's lock.
 
-    before: the stamp the file had before this append. Returns None, and writes nothing, when the file is shorter than
-    what is sealed or was cut inside a line: the evidence stays for `verify`, until someone accepts it with a reason.
+    last: the newest seal. before: the stamp the file had before this append. Returns None, and writes nothing, when
+    the file is shorter than what is sealed or was cut inside a line: the evidence stays for `verify`, until someone
+    accepts it with a reason.
     """
-    last = last_seal(head) or Seal()
-    if last.offset > (before.size if before else 0) or not _starts_a_line(path, last.offset):
+    last = last or Seal()
+    untouched = last.stamp == before  # both None: the first line of a new ledger
+    if not untouched and (last.offset > (before.size if before else 0) or not _ends_a_line(path, last.offset)):
         return None
-    untouched = (last.stamp == before and before is not None) or (before is None and last == Seal())
     custody = last.custody if untouched else last.custody + 1
     start = Seal(last.offset, last.lines, last.chain, None, custody)
     if start.offset == offset:
@@ -187,23 +194,25 @@ def _write(path: Path, head: Path, fresh: list[Seal]) -> Seal | None:
     fresh[-1] = newest = Seal(newest.offset, newest.lines, newest.chain, stamp_of(path), newest.custody)
     wanted_bytes = newest.lines // CHECKPOINT_LINES * _ENTRY_BYTES + _SLACK_BYTES
     found = stamp_of(head)
+    data = b"".join(files.dumps_line(seal.to_record()) for seal in fresh)
     if found is not None and found.size > wanted_bytes:
-        _commit(head, _thinned([*seals(head), *fresh]))
+        files.commit(head, _thinned(files.read_bytes(head) or b"") + data)
     else:
-        data = b"".join(files.dumps_line(seal.to_record()) for seal in fresh)
         journal.append_locked(head, data, durable=False)
     return newest
 
 
-def _thinned(found: list[Seal]) -> list[Seal]:
-    return [s for s in found[:-100] if s.lines % CHECKPOINT_LINES == 0 or s.reason is not None] + found[-100:]
+def _thinned(head: bytes) -> bytes:
+    """Lines at checkpoints or with a reason, and the newest ones. Bytes, because this happens on the way of an append."""
+    lines = head.splitlines(keepends=True)
+    return b"".join([line for line in lines[:-_KEPT] if _STAYS.search(line)] + lines[-_KEPT:])
 
 
 def _commit(head: Path, found: list[Seal]) -> None:
     files.commit(head, b"".join(files.dumps_line(seal.to_record()) for seal in found))
 
 
-def _starts_a_line(path: Path, offset: int) -> bool:
+def _ends_a_line(path: Path, offset: int) -> bool:
     if offset == 0:
         return True
     with open(path, "rb") as stream:

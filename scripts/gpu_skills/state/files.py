@@ -44,6 +44,7 @@ LOCK_ORDER = (
 )
 # Linux lists locks with their holders. Elsewhere the holder writes its name, which costs a write per lock.
 _PROC_LOCKS = Path("/proc/locks")
+_HOLDERS_ARE_LISTED = _PROC_LOCKS.exists()
 _held = threading.local()
 
 
@@ -114,7 +115,7 @@ def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     descriptor = _open_lock(path)
     try:
         _wait_for(descriptor, path, timeout_s)
-        if not _PROC_LOCKS.exists():
+        if not _HOLDERS_ARE_LISTED:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, _who_am_i(), 0)
         held.append(rank)
@@ -190,8 +191,7 @@ def dumps_pretty(value: Any) -> bytes:
 
 def dumps_line(record: Any) -> bytes:
     """One line with its newline. A string's line separators are escaped by JSON itself."""
-    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_plain)
-    return text.encode() + b"\n"
+    return _encode_line(record).encode() + b"\n"
 
 
 def make_directory(path: Path) -> None:
@@ -228,6 +228,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Decimal):
         return units.json_number(value)
     raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+_encode_line = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_plain).encode
 
 
 def _rank(path: Path) -> tuple[int, str]:

@@ -34,15 +34,16 @@ class JobIndex:
             self.open.pop(identity, None)
 
 
-def refresh(index: JobIndex | None, ledger: Path, head: Path, cache: Path, *, may_save: bool) -> JobIndex:
+def refresh(index: JobIndex | None, ledger: Path, seal: chain.Seal | None, cache: Path, *, may_save: bool) -> JobIndex:
     """The index of the ledger as it is now: from the one in memory, the one on disk, or from the beginning."""
     stamp = chain.stamp_of(ledger)
     if stamp is None:
         return JobIndex()
-    seal = chain.last_seal(head)
     if index is None or not (index.stamp == stamp or chain.still_true(seal, stamp, index.custody)):
         index = _from_cache(cache, ledger, seal)
     began = index.offset
+    if began == stamp.size and index.stamp == stamp:
+        return index
     if stamp.size - began > _BULK_BYTES:
         _read_bulk(index, ledger, stamp.size)
     else:

@@ -38,6 +38,7 @@ class Ledger:
         self.head = project.path("jobs.head.jsonl")
         self.charges = project.path("charges.jsonl")
         self._known: job_index.JobIndex | None = None
+        self._seal: tuple[chain.Stamp | None, chain.Seal | None] | None = None
 
     # writing ----------------------------------------------------------------------------------------------------
 
@@ -228,8 +229,15 @@ class Ledger:
     def _index(self) -> job_index.JobIndex:
         cache = self.project.path("jobs.index.json")
         may_save = not self.project.is_read_only
-        self._known = job_index.refresh(self._known, self.path, self.head, cache, may_save=may_save)
+        self._known = job_index.refresh(self._known, self.path, self._last_seal(), cache, may_save=may_save)
         return self._known
+
+    def _last_seal(self) -> chain.Seal | None:
+        """The newest seal; read again only when the head file has changed."""
+        stamp = chain.stamp_of(self.head)
+        if self._seal is None or self._seal[0] != stamp:
+            self._seal = (stamp, chain.last_seal(self.head))
+        return self._seal[1]
 
     def _completed(self, record: dict[str, Any], number: int | None = None) -> dict[str, Any]:
         """The record as a line: money rounded, time filled in, checked."""
@@ -256,7 +264,8 @@ class Ledger:
         before = chain.stamp_of(self.path)
         data = b"".join(encoded)
         offset, _length = journal.append_locked(self.path, data)
-        seal = chain.seal_appended(self.path, self.head, before=before, data=data, offset=offset)
+        last = self._last_seal()
+        seal = chain.seal_appended(self.path, self.head, last, before=before, data=data, offset=offset)
         self._note_appended(lines, encoded, offset, before, seal)
 
     def _note_appended(
@@ -267,7 +276,8 @@ class Ledger:
         before: chain.Stamp | None,
         seal: chain.Seal | None,
     ) -> None:
-        """Keep the index in memory true after our own append, so that a loop of appends reads nothing back."""
+        """Keep what is in memory true after our own append, so that a loop of appends reads nothing back."""
+        self._seal = (chain.stamp_of(self.head), seal) if seal is not None else None
         known = self._known
         if known is None or seal is None or known.offset != offset or (before is not None and known.stamp != before):
             return
