@@ -14,10 +14,9 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpu_skills.state import files, journal
 
@@ -29,8 +28,7 @@ _KEPT = 100
 _STAYS = re.compile(rb'"lines":(\d*000|0),|"reason":')
 
 
-@dataclass(frozen=True)
-class Stamp:
+class Stamp(NamedTuple):
     """How the file system describes a state of the file."""
 
     size: int
@@ -38,8 +36,7 @@ class Stamp:
     inode: int
 
 
-@dataclass(frozen=True)
-class Seal:
+class Seal(NamedTuple):
     """The file up to `offset` (its first `lines` lines) hashed to `chain`.
 
     custody counts how often someone else than us has changed the file: while it and the stamp stay, what was computed
@@ -203,7 +200,7 @@ def _write(path: Path, head: Path, fresh: list[Seal]) -> Seal | None:
 
 
 def _thinned(head: bytes) -> bytes:
-    """Lines at checkpoints or with a reason, and the newest ones. Bytes, because this happens on the way of an append."""
+    """Lines at checkpoints or with a reason, and the newest ones. As bytes: this happens on the way of an append."""
     lines = head.splitlines(keepends=True)
     return b"".join([line for line in lines[:-_KEPT] if _STAYS.search(line)] + lines[-_KEPT:])
 

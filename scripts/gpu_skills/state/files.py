@@ -239,11 +239,11 @@ def _rank(path: Path) -> tuple[int, str]:
 
 
 def _open_lock(path: Path) -> int:
-    lock_path = path.with_name(path.name + ".lock")
+    lock_path = f"{path}.lock"
     try:
         return os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
-        raise writing_failed(lock_path, exc) from exc
+        raise writing_failed(Path(lock_path), exc) from exc
 
 
 def _wait_for(descriptor: int, path: Path, timeout_s: float) -> None:

@@ -36,6 +36,7 @@ class Ledger:
         self.inputs = inputs
         self.path = project.path("jobs.jsonl")
         self.head = project.path("jobs.head.jsonl")
+        self._cache = project.path("jobs.index.json")
         self.charges = project.path("charges.jsonl")
         self._known: job_index.JobIndex | None = None
         self._seal: tuple[chain.Stamp | None, chain.Seal | None] | None = None
@@ -227,9 +228,8 @@ class Ledger:
     # inside ----------------------------------------------------------------------------------------------------
 
     def _index(self) -> job_index.JobIndex:
-        cache = self.project.path("jobs.index.json")
         may_save = not self.project.is_read_only
-        self._known = job_index.refresh(self._known, self.path, self._last_seal(), cache, may_save=may_save)
+        self._known = job_index.refresh(self._known, self.path, self._last_seal(), self._cache, may_save=may_save)
         return self._known
 
     def _last_seal(self) -> chain.Seal | None:
@@ -261,10 +261,10 @@ class Ledger:
             raise UsageError(f"a record is not JSON: {exc}", next_step="gpu ledger append --help") from exc
         if any(len(line) > journal.MAX_LINE_BYTES for line in encoded):
             raise UsageError("a record is larger than 8 MB", next_step="put large inputs into a file and name it")
-        before = chain.stamp_of(self.path)
+        assert self._known is not None and self._seal is not None  # `_index` was asked under this lock
+        before, last = self._known.stamp, self._seal[1]
         data = b"".join(encoded)
         offset, _length = journal.append_locked(self.path, data)
-        last = self._last_seal()
         seal = chain.seal_appended(self.path, self.head, last, before=before, data=data, offset=offset)
         self._note_appended(lines, encoded, offset, before, seal)
 

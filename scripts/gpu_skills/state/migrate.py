@@ -1,0 +1,69 @@
+"""Numbered changes of the records between major versions, each with a backup of what it found.
+
+Fields are only added within a major version, so there is rarely anything to do here. The ledger is never migrated.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu_skills.errors import StateNewer
+from gpu_skills.state import files
+from gpu_skills.state import project as projects
+
+# From a version to the next one: the files to change, each with a function from its old value to its new one.
+# `project.json` is rewritten last and says which version the directory has.
+Step = Mapping[str, Callable[[Any], Any]]
+STEPS: dict[int, Step] = {}
+
+
+def migrate(
+    project: projects.Project, *, steps: Mapping[int, Step] = STEPS, target: int = projects.SCHEMA_VERSION
+) -> projects.Project:
+    """Bring a state directory to `target`; one that is there already is returned as it is.
+
+    Each step is safe to repeat: it starts from the backup it made, so death in the middle loses nothing, and the version
+    goes up only when all files of the step are written. StateNewer for a directory from the future.
+    """
+    if project.schema_version > target:
+        raise StateNewer(file="project.json", found=project.schema_version, known=target)
+    name = project.state.name
+    while project.schema_version < target:
+        with files.lock(project.path("project.json")):
+            project = projects.load(project.root, name=name)  # another command may have been here
+            if project.schema_version < target:
+                _step(project, steps[project.schema_version])
+        project = projects.load(project.root, name=name)
+    return project
+
+
+def _step(project: projects.Project, step: Step) -> None:
+    version = project.schema_version
+    backup = project.path("backups") / f"v{version}"
+    if not backup.exists():
+        _back_up(project.state, backup)
+    for name, change in step.items():
+        with files.lock(project.path(name)):
+            source = backup / name
+            if source.exists():
+                files.commit(project.path(name), files.dumps_pretty(change(files.read_json(source))))
+    content = files.read_json(project.path("project.json"))
+    content["schema_version"] = version + 1
+    files.commit(project.path("project.json"), files.dumps_pretty(content))
+
+
+def _back_up(state: Path, backup: Path) -> None:
+    """Copy the whole files beside, complete or not at all: the folder gets its name last."""
+    making = backup.with_name(f".{backup.name}.making")
+    try:
+        shutil.rmtree(making, ignore_errors=True)
+        files.make_directory(making)
+        for path in sorted(state.glob("*.json")):
+            files.commit(making / path.name, files.read_bytes(path) or b"")
+        making.rename(backup)
+        files.sync_directory(backup.parent)
+    except OSError as exc:
+        raise files.writing_failed(backup, exc) from exc
