@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -191,3 +192,27 @@ def carriers(nonce: str) -> list[int]:
             except OSError:
                 pass
     return [pid for pid in found if is_alive(pid)]
+
+
+def leave_nothing(root: Path) -> None:
+    """End what a test left running below `root`: servers, supervisors, watchers and the processes of jobs."""
+    wanted = os.fsencode(root) + b"/"
+    for _ in range(100):
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit() and int(folder.name) != os.getpid():
+                try:
+                    told = (folder / "cmdline").read_bytes() + b"/" + (folder / "environ").read_bytes()
+                except OSError:
+                    continue
+                if (wanted in told or os.fsencode(root) + b"\0" in told) and is_alive(int(folder.name)):
+                    found.append(int(folder.name))
+        if not found:
+            return
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.02)
+    raise AssertionError(f"still running: {found}")
