@@ -25,6 +25,7 @@ _BOOLEAN = {"true": True, "True": True, "TRUE": True, "false": False, "False": F
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _NOT_A_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -72,16 +73,18 @@ def read_text(path: Path, *, shown: str | None = None, max_bytes: int = MAX_BYTE
         return None
     except (OSError, ValueError) as exc:
         raise fault(shown, None, f"cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
-    with open(descriptor, "rb") as stream:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
             raise fault(shown, None, "is a directory, a file is expected")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(mode):
             raise fault(shown, None, "is not a regular file")
-        try:
+        with open(descriptor, "rb", closefd=False) as stream:
             data = stream.read(max_bytes + 1)
-        except OSError as exc:
-            raise fault(shown, None, f"cannot be read: {exc.strerror}") from exc
+    except OSError as exc:
+        raise fault(shown, None, f"cannot be read: {exc.strerror}") from exc
+    finally:
+        os.close(descriptor)
     if len(data) > max_bytes:
         raise fault(shown, None, f"is larger than {format_bytes(max_bytes)}")
     try:
@@ -107,8 +110,6 @@ def parse(text: str, *, shown: str) -> Document:
             builder.take(event, yaml)
     except yaml.YAMLError as exc:
         raise _not_yaml(shown, text, exc) from exc
-    except UnicodeEncodeError as exc:  # the pure Python parser lets an escaped lone surrogate through
-        raise fault(shown, None, "an escaped half of a character pair is not text") from exc
     return builder.document()
 
 
@@ -154,6 +155,8 @@ class _Builder:
 
     def _scalar(self, event: Any, line: int) -> None:
         plain = event.implicit[0]
+        if _SURROGATE.search(event.value):  # "\ud800": the parser in C refuses it, the one in Python does not
+            raise self._fault(line, "an escaped half of a character pair is not text")
         if self._wants_key():
             self._refuse_tag(event, line)
             self._key(event.value, plain, line)

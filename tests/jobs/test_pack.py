@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import socket
 import time
@@ -53,7 +54,7 @@ def refusal(error: type[GpuError], call: Callable[[], object]) -> GpuError:
     return caught.value
 
 
-# what is taken -----------------------------------------------------------------------------------------------------------
+# what is taken --------------------------------------------------------------------------------------------------------
 
 
 def test_every_file_has_its_size_mode_digest_and_content(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_large_files_are_hashed_whole_and_not_kept_in_memory(tmp_path: Path) -> 
         assert entry.sha256 == hashlib.sha256(contents[entry.path.decode()]).hexdigest()
         assert entry.data is None
     assert told[-1] == (packed.total_bytes, packed.total_bytes) == (15_000_015, 15_000_015)
-    assert all(before[0] <= after[0] for before, after in zip(told, told[1:], strict=False))
+    assert all(before[0] <= after[0] for before, after in itertools.pairwise(told))
 
 
 def test_names_with_newline_quote_dollar_and_no_utf8_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_deep_tree_is_walked_without_running_out_of_stack_or_descriptors(tmp_p
     assert entry.path == b"d/" * 300 + b"leaf"
 
 
-# what stays --------------------------------------------------------------------------------------------------------------
+# what stays -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_never_uploaded_stays_at_any_depth_even_when_a_pattern_wants_it(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_more_than_ten_thousand_files_are_a_warning(tmp_path: Path) -> None:
     assert warning.startswith("10010 files")
 
 
-# credentials -------------------------------------------------------------------------------------------------------------
+# credentials ----------------------------------------------------------------------------------------------------------
 
 SECRET_NAMES = [
     "id_rsa", "keys/id_ed25519", "server.pem", "tls/Server.KEY", "cert.p12", "service_account.json",
@@ -277,7 +278,7 @@ def test_a_credential_known_by_content_is_still_known_from_the_cache(tmp_path: P
     refusal(SecretShaped, lambda: pack.pack(tmp_path / "src", cache_path=cache, now_ns=later))
 
 
-# links -------------------------------------------------------------------------------------------------------------------
+# links ----------------------------------------------------------------------------------------------------------------
 
 
 def test_links_that_stay_inside_are_kept_as_links(tmp_path: Path) -> None:
@@ -347,7 +348,7 @@ def test_an_excluded_link_is_not_judged(tmp_path: Path) -> None:
     assert left_out(pack.pack(tmp_path, exclude=["data"])) == {"data": "exclude: data"}
 
 
-# required inputs and size ------------------------------------------------------------------------------------------------
+# required inputs and size ---------------------------------------------------------------------------------------------
 
 
 def test_required_inputs_that_would_be_missing_are_all_told_with_their_reason(tmp_path: Path) -> None:
@@ -402,7 +403,7 @@ def test_too_much_to_upload_tells_bytes_and_the_five_largest_entries_without_rea
     assert pack.pack(tmp_path, exclude=["*.ckpt"], limit_bytes=140).total_bytes == 140
 
 
-# trouble while reading ---------------------------------------------------------------------------------------------------
+# trouble while reading ------------------------------------------------------------------------------------------------
 
 
 def test_everything_that_cannot_be_read_is_told_in_one_error(tmp_path: Path) -> None:
@@ -517,7 +518,7 @@ def test_a_folder_swapped_for_a_link_while_it_is_packed_is_not_followed(
     assert "dir/" in refusal(InputUnreadable, lambda: pack.pack(root)).message
 
 
-# the cache ---------------------------------------------------------------------------------------------------------------
+# the cache ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Every schema of the project is a sound schema, and says what its examples here say it says.
 
-`cases/<name>.json` (name as in `schemas/`) holds `good`: records that fit, and `bad`: `[record, pointer]` pairs with the
-place of the first problem. A near miss there defends a rule of the schema.
+`cases/<name>.json` (name as in `schemas/`) holds `good`: records that fit, and `bad`: `[record, pointer]` pairs with
+the place of the first problem. A near miss there defends a rule of the schema.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Progress:
     on_stall: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class JobSpec:
     """env: recorded. secret_env: values of `--env`, never shown or written."""
 
@@ -56,13 +56,17 @@ class JobSpec:
     directory: Path
     setup: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    secret_env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    secret_env: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
     exclude: tuple[str, ...] = ()
     label: str | None = None
     expect: tuple[str, ...] = ()
     progress: Progress | None = None
     outputs_uri: str | None = None
+
+    def __repr__(self) -> str:
+        """Without secret values: a log line cannot forget to mask them."""
+        return f"JobSpec({self.to_record()})"
 
     @property
     def secret_names(self) -> tuple[str, ...]:
