@@ -81,10 +81,11 @@ class Sshd:
         self.process = _launch(self.folder, self.port, self._settings)
 
     def disconnect_all(self) -> None:
-        """Cut every connection, as a network would; the server stays."""
+        """Cut every connection, as a network would; the server and what runs behind the connections stay."""
         for pid in _descendants(self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

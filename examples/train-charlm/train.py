@@ -1,6 +1,7 @@
 """Train a small character-level language model on corpus.txt for about twenty seconds.
 
-Writes only to $GPU_OUTPUT_DIR (./outputs when unset): checkpoints/step-000500.npz (the last three), model.npz,
+Writes only to $GPU_OUTPUT_DIR (gpu-outputs/by-hand when unset, which no job uploads): checkpoints/step-000500.npz
+(the last three), model.npz,
 metrics.json and loss.svg, each complete at every moment. Settings come from the environment:
 
 TRAIN_SECONDS   stop after this much wall time (20)
@@ -264,7 +265,9 @@ def main() -> int:
         text = Text(HERE / "corpus.txt")
         resume_from = os.environ.get("RESUME_FROM")
         run = Run.resumed(Path(resume_from), text.characters) if resume_from else Run.fresh(len(text.characters))
-        outputs = Outputs(Path(os.environ.get("GPU_OUTPUT_DIR") or "outputs"), text, run.step if resume_from else None)
+        outputs = Outputs(
+            Path(os.environ.get("GPU_OUTPUT_DIR") or "gpu-outputs/by-hand"), text, run.step if resume_from else None
+        )
     except (Unusable, OSError) as problem:
         print(f"train.py: {problem}", file=sys.stderr)
         return 2

@@ -23,7 +23,9 @@ def ledger(project):
 
 
 def test_a_job_runs_and_its_outputs_come_back_verified_with_a_ledger_line(project, gpu):
-    (project / "make.py").write_text("import os\nopen(os.environ['GPU_OUTPUT_DIR'] + '/a.txt', 'w').write('hello')\nprint('made')\n")
+    (project / "make.py").write_text(
+        "import os\nopen(os.environ['GPU_OUTPUT_DIR'] + '/a.txt', 'w').write('hello')\nprint('made')\n"
+    )
     result = gpu("job", "run", "--json", "--", "python3", "make.py")
     assert result.exit_code == 0, result.stderr
     document = result.document
@@ -136,7 +138,7 @@ def test_a_job_sees_the_whole_environment_and_its_own_copy(project, gpu, monkeyp
     monkeypatch.setenv("VAST_API_KEY", "vast-credential-value")
     (project / "data.txt").write_text("original")
     names = "GPU_OUTPUT_DIR GPU_JOB_ID GPU_JOB_DIR GPU_WORKSPACE KURA_WORKSPACE KURA_RUN_ID JAMBU_OUTPUT_DIR JAMBU_JOB_ID HF_HOME HF_HUB_CACHE PYTHONUNBUFFERED"
-    check = f"for n in {names}; do [ -n \"${{!n}}\" ] || exit 9; done; [ $PWD = $GPU_JOB_DIR ] || exit 8; [ -z \"$VAST_API_KEY\" ] || exit 7; [ $HF_HUB_CACHE = $HF_HOME/hub ] || exit 6; echo changed > data.txt; [ $HF_TOKEN = $(printf hf_; echo abcdefgh12345678) ] || exit 5"
+    check = f'for n in {names}; do [ -n "${{!n}}" ] || exit 9; done; [ $PWD = $GPU_JOB_DIR ] || exit 8; [ -z "$VAST_API_KEY" ] || exit 7; [ $HF_HUB_CACHE = $HF_HOME/hub ] || exit 6; echo changed > data.txt; [ $HF_TOKEN = $(printf hf_; echo abcdefgh12345678) ] || exit 5'
     result = gpu("job", "run", "--json", "--", check)
     assert result.exit_code == 0, result.stderr
     assert (project / "data.txt").read_text() == "original"
@@ -144,7 +146,9 @@ def test_a_job_sees_the_whole_environment_and_its_own_copy(project, gpu, monkeyp
 
 def test_values_given_on_the_command_line_are_written_nowhere(project, gpu, tmp_path):
     secret = "s3cr3tXYZ-value"
-    result = gpu("job", "run", "--json", "--env", f"MY_TOKEN={secret}", "--", "[ ${#MY_TOKEN} = 15 ] && echo token=$MY_TOKEN")
+    result = gpu(
+        "job", "run", "--json", "--env", f"MY_TOKEN={secret}", "--", "[ ${#MY_TOKEN} = 15 ] && echo token=$MY_TOKEN"
+    )
     assert result.exit_code == 0, result.stderr
     assert secret not in result.stdout + result.stderr
     for top in (project / ".pi", project_data()):

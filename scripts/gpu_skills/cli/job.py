@@ -277,12 +277,12 @@ def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Out
         raise
     answer = final.status
     pulled, problem = None, None
-    _settle(context, link)
     if not no_pull:
         try:
             pulled = _pull(context, link, job_id)
         except GpuError as exc:
             problem = exc
+    _settle(context, link)  # after the pull, so that the ledger's line can say where the outputs are now
     document = job_document(context, job_id, answer)
     if pulled is not None:
         document["pulled"] = pulled.document

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from gpu_skills.clock import Clock, timestamp
@@ -133,7 +134,7 @@ def _write_end(
         "duration_s": round(duration_s, 3),
         "cost_usd": json_number(_cost_usd(project, ledger, link, job, answer, answers)),
         "artifacts": [
-            {"name": f["path"], "uri": f"machine://{link.machine.id}/{job}/{f['path']}"}
+            {"name": f["path"], "uri": _uri(project, link, folder, f["path"])}
             for f in manifest["files"][:ARTIFACTS_IN_A_LINE]
         ],
         "exit_code": answer.get("exit_code"),
@@ -145,6 +146,15 @@ def _write_end(
         "ended", {k: answer.get(k) for k in ("state", "exit_code", "reason", "message", "duration_s", "outputs")}
     )
     ledger.finish(ending)
+
+
+def _uri(project: Project, link: Link, folder: JobFolder, path: str) -> str:
+    """Where an output is: in the project once it was collected, on the machine until then."""
+    collected = folder.read("collected")
+    if not (collected and collected.get("final")):
+        return f"machine://{link.machine.id}/{folder.job}/{path}"
+    place = Path(collected["destination"]) / path
+    return str(place.relative_to(project.root)) if place.is_relative_to(project.root) else str(place)
 
 
 def reason_text(answer: dict[str, Any]) -> str:
