@@ -129,7 +129,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def _is_artifact(value: Any) -> bool:
-    return type(value) is dict and type(value.get("name")) is str and type(value.get("uri")) in (str, type(None))
+    return type(value) is dict and type(value.get("name")) is str and type(value.get("uri", 0)) in (str, type(None))
 
 
 def _is_digest(value: Any) -> bool:

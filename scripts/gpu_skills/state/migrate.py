@@ -5,7 +5,6 @@ Fields are only added within a major version, so there is rarely anything to do 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ def migrate(
 ) -> projects.Project:
     """Bring a state directory to `target`; one that is there already is returned as it is.
 
-    Each step is safe to repeat: it starts from the backup it made, so death in the middle loses nothing, and the version
-    goes up only when all files of the step are written. StateNewer for a directory from the future.
+    Each step is safe to repeat: it starts from the backup it made, and the version goes up only when all its files
+    are written. A file that someone edited between a crash and the repetition is ChangedMeanwhile and stays.
+    StateNewer for a directory from the future.
     """
     if project.schema_version > target:
         raise StateNewer(file="project.json", found=project.schema_version, known=target)
@@ -43,27 +43,24 @@ def migrate(
 def _step(project: projects.Project, step: Step) -> None:
     version = project.schema_version
     backup = project.path("backups") / f"v{version}"
-    if not backup.exists():
-        _back_up(project.state, backup)
+    _back_up(project.state, backup)
     for name, change in step.items():
         with files.lock(project.path(name)):
-            source = backup / name
-            if source.exists():
-                files.commit(project.path(name), files.dumps_pretty(change(files.read_json(source))))
+            before = files.read_bytes(backup / name)
+            if before is None:
+                continue
+            after = files.dumps_pretty(change(files.parse(before, project.path(name))))
+            if files.read_bytes(project.path(name)) != after:
+                files.commit(project.path(name), after, expected=before)
     content = files.read_json(project.path("project.json"))
     content["schema_version"] = version + 1
     files.commit(project.path("project.json"), files.dumps_pretty(content))
 
 
 def _back_up(state: Path, backup: Path) -> None:
-    """Copy the whole files beside, complete or not at all: the folder gets its name last."""
-    making = backup.with_name(f".{backup.name}.making")
-    try:
-        shutil.rmtree(making, ignore_errors=True)
-        files.make_directory(making)
-        for path in sorted(state.glob("*.json")):
-            files.commit(making / path.name, files.read_bytes(path) or b"")
-        making.rename(backup)
-        files.sync_directory(backup.parent)
-    except OSError as exc:
-        raise files.writing_failed(backup, exc) from exc
+    """Copy the whole files beside. `project.json` comes last and says that the backup is complete."""
+    if (backup / "project.json").exists():
+        return
+    files.make_directory(backup)
+    for path in sorted(state.glob("*.json"), key=lambda p: (p.name == "project.json", p.name)):
+        files.commit(backup / path.name, files.read_bytes(path) or b"")

@@ -24,6 +24,7 @@ BY = ("provider", "model", "status", "day", "kind")
 JOB = "job"
 _BLOCK = 256 * 1024
 _SAVE_AFTER_BYTES = 4 << 20
+_SMALL_BYTES = 1 << 20
 _SPLIT_AFTER_BYTES = 32 << 20
 _SHOWN_OFFSETS = 20
 _MAX_CACHED_GROUPS = 50_000
@@ -185,10 +186,10 @@ def _scan(
     if stamp is None:
         return Sums()
     end = stamp.size if end is None else end
+    if end - start < _SMALL_BYTES:
+        return _sum_small(path, kind, start, end, moment)
     workers = min(os.cpu_count() or 1, 4, (end - start) // _SPLIT_AFTER_BYTES + 1)
     bounds = _line_bounds(path, start, end, workers)
-    if end - start < 1 << 20:
-        return _sum_small(path, kind, start, end, moment)
     parts = _in_processes([lambda a=a, b=b: _sum_range(path, kind, a, b, moment) for a, b in bounds])
     sums = Sums()
     for part in parts:
