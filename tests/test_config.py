@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpu_skills import config, resources, strict_yaml
+from gpu_skills import config, resources, strict_yaml, userdirs
 from gpu_skills.config import DEFAULTS, GpuConfig, load_gpu_yaml, load_hosts, read_dotenv
 from gpu_skills.errors import ConfigError, GpuError, UsageError
 
@@ -318,7 +318,7 @@ def test_xdg_config_home_moves_the_users_settings_and_a_relative_one_is_ignored(
     (tmp_path / "xdg/gpu").mkdir(parents=True)
     (tmp_path / "xdg/gpu/config.yaml").write_text("provider: vast\n")
     assert load(tmp_path, environ={"XDG_CONFIG_HOME": str(tmp_path / "xdg")}).provider == "vast"
-    assert config.user_config_dir({"XDG_CONFIG_HOME": "xdg", "HOME": str(home)}) == home / ".config/gpu"
+    assert userdirs.config_dir({"XDG_CONFIG_HOME": "xdg", "HOME": str(home)}) == home / ".config/gpu"
 
 
 def test_without_home_the_password_database_is_asked_and_without_that_there_are_no_user_settings(
@@ -326,13 +326,14 @@ def test_without_home_the_password_database_is_asked_and_without_that_there_are_
 ) -> None:
     import pwd
 
-    assert config.user_config_dir({}) == Path(pwd.getpwuid(os.getuid()).pw_dir) / ".config/gpu"
+    assert userdirs.config_dir({}) == Path(pwd.getpwuid(os.getuid()).pw_dir) / ".config/gpu"
 
     def unknown(uid: int) -> None:
         raise KeyError(uid)
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    assert config.user_config_dir({}) is None
+    with pytest.raises(userdirs.NoHome):
+        userdirs.config_dir({})
     assert load(tmp_path, environ={}).provider == "local"
     (tmp_path / "hosts.yaml").write_text("hosts: {box: {identity_file: ~/.ssh/key}}\n")
     with pytest.raises(ConfigError, match=r"hosts.yaml:1: identity_file starts with ~"):

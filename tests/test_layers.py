@@ -12,7 +12,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "scripts" / "gpu_skills"
 
 # From the ground up. On one line nobody imports its neighbour, except on the ground.
 LAYERS = [
-    {"errors", "units", "schemas", "strict_yaml", "config", "credentials", "clock", "resources", "doors", "bootstrap"},
+    {
+        "errors", "units", "clock", "doors", "resources", "userdirs", "schemas", "strict_yaml", "config", "credentials",
+        "bootstrap",
+    },  # fmt: skip
     {"state", "economics"},
     {"providers", "remote", "runtimes", "artifacts"},
     {"lifecycle", "notify"},

@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from gpu_skills import schemas, strict_yaml
+from gpu_skills import schemas, strict_yaml, userdirs
 from gpu_skills.errors import ConfigError, UsageError
 from gpu_skills.strict_yaml import Document, fault
 from gpu_skills.units import parse_duration
@@ -170,23 +170,13 @@ def load_hosts(project_root: Path, *, environ: Mapping[str, str] | None = None) 
     hosts: dict[str, HostConfig] = {}
     project_file = read_project_file(project_root, "hosts.yaml")
     user_file = _user_file("hosts.yaml", environ)
-    for document, folder in ((project_file, project_root), (user_file, user_config_dir(environ))):
+    for document, folder in ((project_file, project_root), (user_file, _own_config_dir(environ))):
         if document is None:
             continue
         schemas.check(document.data, "hosts.yaml", file=document.shown, line=document.line_of, error=ConfigError)
         for name, entry in (document.data.get("hosts") or {}).items():
             hosts.setdefault(name, _host(name, entry or {}, document, folder, environ))
     return hosts
-
-
-def user_config_dir(environ: Mapping[str, str] | None = None) -> Path | None:
-    """`$XDG_CONFIG_HOME/gpu`, else `~/.config/gpu`; None for a user without a home."""
-    environ = os.environ if environ is None else environ
-    chosen = environ.get("XDG_CONFIG_HOME", "")
-    if os.path.isabs(chosen):
-        return Path(chosen) / "gpu"
-    home = _home(environ)
-    return Path(home) / ".config" / "gpu" if home else None
 
 
 _ASSIGNMENT = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*?)\s*\Z", re.DOTALL)
@@ -266,12 +256,19 @@ def read_project_file(directory: Path, name: str) -> Document | None:
     return document
 
 
+def _own_config_dir(environ: Mapping[str, str]) -> Path | None:
+    try:
+        return userdirs.config_dir(environ)
+    except userdirs.NoHome:  # then there are no settings of the user's own
+        return None
+
+
 def _user_file(name: str, environ: Mapping[str, str]) -> Document | None:
-    folder = user_config_dir(environ)
+    folder = _own_config_dir(environ)
     if folder is None:
         return None
     path = folder / name
-    home = _home(environ)
+    home = userdirs.home(environ)
     inside = home and path.is_relative_to(home)
     return strict_yaml.read(path, shown=f"~/{path.relative_to(home)}" if inside else str(path))
 
@@ -436,21 +433,9 @@ def _host(
 
 def _local_path(text: str, folder: Path | None, environ: Mapping[str, str]) -> str | None:
     if text == "~" or text.startswith("~/"):
-        home = _home(environ)
+        home = userdirs.home(environ)
         return home + text[1:] if home else None
     return os.path.join(str(folder or ""), text)
-
-
-def _home(environ: Mapping[str, str]) -> str | None:
-    home = environ.get("HOME", "")
-    if not os.path.isabs(home):
-        import pwd
-
-        try:
-            home = pwd.getpwuid(os.getuid()).pw_dir
-        except KeyError:
-            return None
-    return home if os.path.isabs(home) else None
 
 
 def _duration(setting: _Setting, key: str) -> float:

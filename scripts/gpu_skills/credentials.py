@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpu_skills.config import read_dotenv, user_config_dir
+from gpu_skills import userdirs
+from gpu_skills.config import read_dotenv
 
 HF_NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -28,14 +29,14 @@ def hf_token(project_root: Path | None, environ: Mapping[str, str]) -> str | Non
 
 
 def store_path(environ: Mapping[str, str]) -> Path:
-    return user_config_dir(environ) / "credentials.json"
+    return userdirs.config_dir(environ) / "credentials.json"
 
 
 def stored(provider: str, environ: Mapping[str, str]) -> str | None:
     """What `gpu login PROVIDER` stored. An unreadable file counts as nothing stored."""
     try:
         record = json.loads(store_path(environ).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError, userdirs.NoHome):
         return None
     value = record.get(provider) if isinstance(record, dict) else None
     return value if isinstance(value, str) and value else None

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sshd import sshd, sshd_factory
 
 from gpu_skills.cli import main
 from gpu_skills.cli.context import Context
+from sshd import sshd, sshd_factory
 
 __all__ = ["sshd", "sshd_factory"]
 

@@ -112,9 +112,9 @@ def test_pull_works_mid_run_and_moves_only_what_changed(project, gpu):
 
 
 def project_data():
-    from gpu_skills.state.project import user_data_dir
+    from gpu_skills.userdirs import data_dir
 
-    return user_data_dir(os.environ)
+    return data_dir(os.environ)
 
 
 def test_destroy_is_refused_until_the_outputs_are_collected(project, gpu):

@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from gpu_skills import userdirs
 from gpu_skills.errors import NoProject, StateError, StateNewer, UsageError
 from gpu_skills.state import project as projects
 
@@ -157,14 +159,14 @@ def test_a_spoiled_project_file_is_named_with_its_place(tmp_path, content, at):
 
 def test_user_directories_follow_xdg_then_home_then_the_password_file(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "s"))
-    assert projects.user_state_dir() == tmp_path / "s" / "gpu"
+    assert userdirs.state_dir() == tmp_path / "s" / "gpu"
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert projects.user_state_dir() == tmp_path / ".local" / "state" / "gpu"
+    assert userdirs.state_dir() == tmp_path / ".local" / "state" / "gpu"
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    assert projects.user_config_dir() == tmp_path / ".config" / "gpu"
+    assert userdirs.config_dir() == tmp_path / ".config" / "gpu"
     monkeypatch.delenv("HOME")
-    assert projects.user_config_dir().is_absolute()
+    assert userdirs.config_dir().is_absolute()
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
     with pytest.raises(UsageError, match="no home directory"):
-        projects.user_config_dir()
+        userdirs.config_dir()

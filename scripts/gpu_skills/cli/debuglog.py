@@ -29,7 +29,7 @@ def start(environ: Mapping[str, str]) -> None:
     global _log
     from logging.handlers import RotatingFileHandler
 
-    from gpu_skills.state.project import user_state_dir
+    from gpu_skills.userdirs import state_dir
 
     values = tuple(v for k, v in environ.items() if re.search(r"(?i)key|token|secret|password", k))
 
@@ -38,7 +38,7 @@ def start(environ: Mapping[str, str]) -> None:
             return redact(super().format(record), values)
 
     try:
-        folder = user_state_dir()
+        folder = state_dir()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / "debug.log"
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))

@@ -34,9 +34,9 @@ def demo(context: Context, directory: Path | None, seconds: int) -> Output:
     """Train a small character-level language model as a job on this machine. Needs no account, costs nothing."""
     from gpu_skills import resources
     from gpu_skills.state import journal
-    from gpu_skills.state.project import user_data_dir
+    from gpu_skills.userdirs import data_dir
 
-    home = directory or user_data_dir(context.environ) / "demo"
+    home = directory or data_dir(context.environ) / "demo"
     home = home if home.is_absolute() else context.cwd / home
     home.mkdir(parents=True, exist_ok=True)
     source = home / "train-charlm"

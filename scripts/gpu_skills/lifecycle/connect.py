@@ -49,6 +49,6 @@ def connect(machine: Machine, *, known_hosts: Path, environ: Mapping[str, str]) 
 
 def local_root(environ: Mapping[str, str]) -> str:
     """Where jobs of this machine live: the user's data directory, outside every project."""
-    from gpu_skills.state.project import user_data_dir
+    from gpu_skills.userdirs import data_dir
 
-    return str(user_data_dir(environ) / "machine")
+    return str(data_dir(environ) / "machine")

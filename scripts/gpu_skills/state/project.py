@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,38 +137,6 @@ def in_main_worktree(directory: Path) -> Path:
             main = _main_worktree(marker)
             return main / directory.relative_to(top) if main else directory
     return directory
-
-
-def user_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where records live that several projects share (accounts, receipts): `$XDG_STATE_HOME/gpu`."""
-    return _user_directory("XDG_STATE_HOME", ".local/state", environ)
-
-
-def user_config_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the user's own policy lives: `$XDG_CONFIG_HOME/gpu`."""
-    return _user_directory("XDG_CONFIG_HOME", ".config", environ)
-
-
-def user_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this machine's own jobs live: `$XDG_DATA_HOME/gpu`."""
-    return _user_directory("XDG_DATA_HOME", ".local/share", environ)
-
-
-def _user_directory(variable: str, below_home: str, environ: Mapping[str, str]) -> Path:
-    chosen = environ.get(variable, "")
-    if os.path.isabs(chosen):  # the XDG rules: a relative value is ignored
-        return Path(chosen) / "gpu"
-    home = environ.get("HOME", "")
-    if not os.path.isabs(home):
-        import pwd
-
-        try:
-            home = pwd.getpwuid(os.getuid()).pw_dir
-        except KeyError:
-            home = ""
-    if not os.path.isabs(home):
-        raise UsageError("this user has no home directory and HOME is not set", next_step=f"set HOME or {variable}")
-    return Path(home) / below_home / "gpu"
 
 
 def _main_worktree(marker: Path) -> Path | None:
