@@ -48,9 +48,14 @@ class Figure:
 
 
 def in_turn(
-    actions: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 1, before: Callable[[], object] = bool
+    actions: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = 1,
+    before: Callable[[], object] = bool,
+    pick: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """The median seconds of each action, each measured once a round; `before` prepares every one, unmeasured."""
+    """Seconds of each action, each measured once a round; `before` prepares every one, unmeasured."""
     taken: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(-warm_up, rounds):
         for name, action in actions.items():
@@ -59,7 +64,7 @@ def in_turn(
             action()
             if number >= 0:
                 taken[name].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+    return {name: pick(seconds) for name, seconds in taken.items()}
 
 
 def table(figures: list[Figure]) -> str:

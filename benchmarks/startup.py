@@ -40,20 +40,27 @@ def main() -> list[Figure]:
                 click: command(*python, "-c", "import click"),
                 "gpu --help": command(GPU, "--help"),
                 "gpu job status --json": command(GPU, "job", "status", "--json"),
-                "gpu --version": command(GPU, "--version"),
-                "without the launcher": command(*python, HERE.parent / "scripts/gpu_skills/__main__.py", "--version"),
             },
             rounds=31,
             warm_up=3,
+        )
+        # A few fixed milliseconds: the best of many rounds shows them on a busy machine too.
+        started = in_turn(
+            {
+                "through the launcher": command(GPU, "--version"),
+                "directly": command(*python, HERE.parent / "scripts" / "gpu_skills" / "__main__.py", "--version"),
+            },
+            rounds=31,
+            pick=min,
         )
     return [
         Figure("gpu --help", took["gpu --help"], click, took[click], limit=2.5),
         Figure("gpu job status --json", took["gpu job status --json"], click, took[click], limit=2.5),
         Figure(
             "gpu --version, through the launcher",
-            took["gpu --version"],
+            started["through the launcher"],
             "its Python started directly",
-            took["without the launcher"],
+            started["directly"],
             limit_extra_s=0.015,
         ),
     ]

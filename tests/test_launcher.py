@@ -520,6 +520,30 @@ def test_the_real_lock_makes_an_environment_that_starts_the_real_command_line(tm
     assert subprocess.run([ROOT / "scripts" / "gpu", "--version"], **run).stderr == ""
 
 
+# scripts/test -------------------------------------------------------------------------------------------------------
+
+
+def scripts_test(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [ROOT / "scripts" / "test", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+
+
+def test_a_program_that_the_tests_need_and_ci_lacks_is_an_error_that_names_it(checkout):
+    tools = {name: shutil.which(name) for name in ("dirname", "xargs", "python3")}
+    path = path_with(checkout, **tools, id="#!/bin/sh\necho 1000\n")
+    done = scripts_test(PATH=path, CI="true", HOME=str(checkout.folder / "home"))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(r"test: not installed here: .*rsync.* jq.*; install them, .* skipped", line)
+
+
+@pytest.mark.slow
+def test_a_run_that_chooses_no_test_has_failed(real_environment):
+    done = scripts_test("tests/test_guards.py", "-k", "no_such_test", "-p", "no:cacheprovider", **real_environment)
+    assert "no tests ran" in done.stdout
+    assert done.returncode == 5
+
+
 # the locks ----------------------------------------------------------------------------------------------------------
 
 
@@ -547,4 +571,6 @@ def test_every_dependency_of_the_project_is_locked_and_no_index_is_named():
     # The tests run against what users get.
     assert runtime.items() <= test.items()
     for name in ("requirements.lock", "requirements-test.lock"):
-        assert "://" not in (ROOT / name).read_text()
+        text = (ROOT / name).read_text()
+        assert "://" not in text
+        assert text.isascii(), "the launcher counts its characters"

@@ -67,7 +67,8 @@ def environment(platform: str, lock: Path, *, remake: bool = False) -> Path:
     python = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     packages = lock.read_bytes()
     key = hashlib.sha256(b"\0".join([packages, os.fsencode(python), sys.version.encode()])).hexdigest()[:16]
-    env = cache / f"env-{platform}-{key}"
+    # The launcher looks for the length as bash counts it: without the newlines at the end.
+    env = cache / f"env-{platform}-{len(packages.rstrip())}-{key}"
     if not remake and _is_whole(env, packages):
         return env
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
