@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from gpu_skills.state import project as projects
 
 SCRIPTS = Path(projects.__file__).resolve().parents[2]

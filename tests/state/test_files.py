@@ -7,6 +7,7 @@ import time
 from decimal import Decimal
 
 import pytest
+
 from dying import dies
 from gpu_skills.errors import Bug, ChangedMeanwhile, DiskFull, NotWritable, StateBusy, StateError
 from gpu_skills.state import files

@@ -5,6 +5,7 @@ import os
 from decimal import Decimal
 
 import pytest
+
 from dying import dies
 from gpu_skills.errors import DiskFull
 from gpu_skills.state import journal

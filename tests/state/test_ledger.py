@@ -160,7 +160,6 @@ def test_an_empty_ledger_answers_everything_with_nothing(book):
     assert book.verify().ok and book.spend().total_usd == 0
 
 
-
 def test_the_jobs_of_a_machine_are_found(book):
     ids = [run_job(book), run_job(book)]
     book.append([{"status": "failed", "machine_id": "m_2", "error": "not on m_1"}])

@@ -3,9 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from gpu_skills.state import strict_json
 from hypothesis import given
 from hypothesis import strategies as st
+
+from gpu_skills.state import strict_json
 
 BAD = [
     (b'[{"id": "m_1"},]', 1, 15, "", "a trailing comma"),

@@ -102,6 +102,7 @@ def is_plainly_valid(record: Any) -> bool:
     return (
         type(identity) is str
         and JOB_ID.fullmatch(identity) is not None
+        and type(status) is str
         and status in STATE
         and _is_time(record.get("ts"))
         and all(record.get(key) is None or type(record[key]) is str for key in _TEXT_OR_NULL)
