@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fake_clock import FakeClock
 
 # As the caller had it: for the few slow tests that install packages with the user's own settings.

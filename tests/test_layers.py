@@ -11,11 +11,12 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "scripts" / "gpu_skills"
 
 # From the ground up. On one line nobody imports its neighbour, except on the ground.
+GROUND = {
+    "errors", "units", "clock", "doors", "resources", "userdirs", "schemas", "strict_yaml", "config", "credentials",
+    "bootstrap",
+}  # fmt: skip
 LAYERS = [
-    {
-        "errors", "units", "clock", "doors", "resources", "userdirs", "schemas", "strict_yaml", "config", "credentials",
-        "bootstrap",
-    },  # fmt: skip
+    GROUND,
     {"state", "economics"},
     {"providers", "remote", "runtimes", "artifacts"},
     {"lifecycle", "notify"},
@@ -25,7 +26,6 @@ LAYERS = [
     {"cli", "mcp_server"},
     {"__main__"},
 ]
-GROUND = LAYERS[0]
 # The sandbox stands beside the layers: it speaks the vendors' wire formats and must not learn ours.
 SANDBOX_KNOWS = {"errors", "units", "clock", "resources"}
 SANDBOX_KNOWN_BY = {"cli"}
