@@ -114,8 +114,15 @@ class RunnerClient:
         **spec: Any,
     ):
         tree = spec.pop("tree", None) or self.upload({})
-        wanted = {"id": job, "nonce": nonce or f"n-{job}", "tree": tree, "run": run, **spec}
+        wanted = {"id": job, "nonce": nonce or self.nonce(job), "tree": tree, "run": run, **spec}
         return self.call("start", job=wanted, env=env or {})
+
+    def nonce(self, job: str = "J-000001") -> str:
+        """Not the same in two tests that run at once: it marks the processes of the job."""
+        return f"n-{job}-{hashlib.sha256(os.fsencode(self.root)).hexdigest()[:12]}"
+
+    def carriers(self, job: str = "J-000001") -> list[int]:
+        return carriers(self.nonce(job))
 
     def status(self, job: str = "J-000001") -> dict[str, Any]:
         return self.call("status", jobs=[job])["jobs"][0]

@@ -1,4 +1,4 @@
-"""The fixtures of the runner's tests. A test file asks for them by importing them."""
+"""The fixtures of the runner's tests."""
 
 from __future__ import annotations
 

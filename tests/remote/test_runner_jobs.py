@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from remote.runner_client import Refused, RunnerClient, carriers, eventually, is_alive, manifest_of
-from remote.runner_machine import machine, root  # noqa: F401
+from remote.runner_client import Refused, RunnerClient, eventually, is_alive, manifest_of
 
 pytestmark = pytest.mark.subprocess
 
@@ -77,7 +76,7 @@ def test_the_environment_has_what_was_sent_and_no_credential_of_the_machine(root
     assert environment[b"GREETING"] == b"two\nlines"
     assert environment[b"KEEP_ME_TOO"] == "ü".encode()
     assert environment[b"KEEP_ME"] == b"kept"
-    assert environment[b"GPU_JOB_NONCE"] == b"n-J-000001"
+    assert environment[b"GPU_JOB_NONCE"] == machine.nonce().encode()
     assert environment[b"GPU_JOB_DIR"] == environment[b"PWD"] == os.fsencode(root / "projects/p-test/jobs/J-000001/src")
     assert environment[b"GPU_WORKSPACE"] == os.fsencode(root / "projects/p-test/workspace")
     assert not {name for name in environment if name.startswith(b"SSH_") or name.endswith(b"API_KEY")}
@@ -244,7 +243,7 @@ def test_a_terminated_supervisor_ends_its_job_and_says_so(machine: RunnerClient)
     os.kill(machine.supervisor_pid(), signal.SIGTERM)
     ended = machine.wait()
     assert (ended["state"], ended["reason"]) == ("cancelled", "supervisor_terminated")
-    assert carriers("n-J-000001") == []
+    assert machine.carriers() == []
 
 
 @pytest.mark.parametrize(
@@ -270,7 +269,8 @@ def test_a_terminated_supervisor_ends_its_job_and_says_so(machine: RunnerClient)
 )
 def test_expected_outputs(machine: RunnerClient, pattern: str, found: bool) -> None:
     ended = machine.run(
-        "cd $GPU_OUTPUT_DIR; echo w > model.safetensors; touch empty.txt; mkdir -p checkpoints/3; echo b > checkpoints/3/last.bin",
+        "cd $GPU_OUTPUT_DIR; echo w > model.safetensors; touch empty.txt;"
+        "mkdir -p checkpoints/3; echo b > checkpoints/3/last.bin",
         expect=[pattern],
     )
     if found:
@@ -294,13 +294,13 @@ def kill_supervisor(machine: RunnerClient, job: str = "J-000001") -> None:
 
 def test_a_job_whose_supervisor_vanished_is_lost_and_what_is_left_of_it_ends(machine: RunnerClient) -> None:
     machine.start("echo saved > $GPU_OUTPUT_DIR/kept; sleep 300 & env -i sleep 301 & sleep 302")
-    eventually(lambda: (machine.folder / "jobs/J-000001/outputs/kept").exists() and len(carriers("n-J-000001")) >= 3)
-    session = os.getsid(carriers("n-J-000001")[0])
+    eventually(lambda: (machine.folder / "jobs/J-000001/outputs/kept").exists() and len(machine.carriers()) >= 3)
+    session = os.getsid(machine.carriers()[0])
     kill_supervisor(machine)
     ended = machine.wait()
     assert (ended["state"], ended["reason"], ended["exit_code"]) == ("lost", "runner_vanished", None)
     assert ended["outputs"] == {"files": 1, "bytes": 6}
-    assert carriers("n-J-000001") == []
+    assert machine.carriers() == []
     assert session_members(session) == [], "also the one that cleared its environment"
     assert machine.manifest()[0]["final"] is True
 
@@ -326,7 +326,7 @@ def test_after_a_reboot_the_job_is_lost_and_foreign_processes_are_left_alone(mac
     machine.start("sleep 300")
     eventually(lambda: machine.status()["phase"] == "run")
     kill_supervisor(machine)
-    left = carriers("n-J-000001")
+    left = machine.carriers()
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     bystander = subprocess.Popen(["sleep", "300"], start_new_session=True)

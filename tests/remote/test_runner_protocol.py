@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gpu_skills.remote.runner import START_AS_MODULE
 from remote.runner_client import RUNNER, Refused, RunnerClient, eventually
-from remote.runner_machine import machine, root  # noqa: F401
 
 pytestmark = pytest.mark.subprocess
 OLD_PYTHONS = sorted(Path.home().glob(".pyenv/versions/3.8.*/bin/python3"))
@@ -189,8 +189,7 @@ def test_probe_reads_nvidia_smi_and_passes_its_complaint_on(root: Path, tmp_path
 def test_started_as_a_module_it_answers_the_same_and_keeps_its_bytecode(root: Path, tmp_path: Path) -> None:
     installed = tmp_path / f"runner-{'a' * 64}.py"
     installed.write_bytes(RUNNER.read_bytes())
-    code = "import sys;sys.path.insert(0,sys.argv[1]);m=__import__(sys.argv[2]);del sys.path[0];sys.exit(m.main(sys.argv[3:]))"
-    command = ["python3", "-I", "-c", code, str(tmp_path), installed.stem, "serve", "--root", str(root)]
+    command = ["python3", "-I", "-c", START_AS_MODULE, str(tmp_path), installed.stem, "serve", "--root", str(root)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
     greeting = json.loads(done.stdout.removeprefix(b"GPU-SKILLS-RUNNER "))
     assert greeting["runner"] == hashlib.sha256(RUNNER.read_bytes()).hexdigest()

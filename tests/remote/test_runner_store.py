@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from remote.runner_client import Refused, RunnerClient, leave_nothing, manifest_of
-from remote.runner_machine import machine, root  # noqa: F401
 
 pytestmark = pytest.mark.subprocess
 MIB = 1 << 20

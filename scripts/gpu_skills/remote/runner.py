@@ -354,6 +354,16 @@ def send_signal(pid: int, number: int) -> None:
         pass
 
 
+def reap_children() -> bool:
+    """Take notice of those that ended. False when there are no children at all any more."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
 def has_marker(pid: int, marker: bytes) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
@@ -390,6 +400,10 @@ class JobTree:
         self.seen = {process.key: True for process in found.values()}
         return list(found.values())
 
+    def has_children(self) -> bool:
+        """As subreaper we are the parent of every orphan. A walk through /proc may miss what forks on and on."""
+        return self.supervisor is not None and reap_children()
+
     def _is_root(self, process: Process, processes: dict[int, Process]) -> bool:
         if process.key in self.seen:
             return True
@@ -414,7 +428,7 @@ class Ending:
         """True when nothing is left, or when what is left cannot be killed (then `left` names it)."""
         members = self.tree.members()
         past_s = time.monotonic() - self.began
-        if not members:
+        if not members and not self.tree.has_children():
             self.left = []
             return True
         if past_s < TERM_GRACE_S:
@@ -455,10 +469,7 @@ def _kill_children() -> None:
             return
         for pid in pids:
             send_signal(int(pid), signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
+        if not reap_children():
             return
 
 
@@ -772,14 +783,6 @@ def verb(name: str, body: bool = False) -> Any:
         return function
 
     return register
-
-
-def reap_children() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except OSError:
-        pass
 
 
 # store: content by digest ------------------------------------------------------------------------------------------
@@ -1593,6 +1596,7 @@ class OutputReader:
         # Only what is above it may be a link: the folder itself is never followed to somewhere else.
         above, name = os.path.split(os.fsencode(job.outputs))
         self.base = os.path.join(os.path.realpath(above), name)
+        self.is_folder = not os.path.islink(self.base)
         self.folders: dict[bytes, bytes] = {}
 
     def real_path(self, path: bytes) -> bytes | None:
@@ -1602,7 +1606,7 @@ class OutputReader:
         real = os.path.join(self.folders[folder], name)
         if os.path.islink(real):
             real = os.path.realpath(real)
-        return real if real.startswith(self.base + b"/") else None
+        return real if self.is_folder and real.startswith(self.base + b"/") else None
 
     def open(self, path: bytes) -> int | None:
         real = self.real_path(path)
