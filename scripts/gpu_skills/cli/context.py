@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpu_skills.lifecycle.machines import Machine
     from gpu_skills.providers.base import Offer
     from gpu_skills.state.ledger import Ledger
+    from gpu_skills.state.policy import Policy
     from gpu_skills.state.project import Project
 
 
@@ -31,11 +32,13 @@ class Context:
         environ: Mapping[str, str] | None = None,
         clock: Clock | None = None,
         connect: Callable[[Machine], Link] | None = None,
+        system_policy: Path | None = None,
     ):
         self.cwd = cwd or Path.cwd()
         self.environ = os.environ if environ is None else environ
         self.clock = clock or SystemClock()
         self._connect = connect
+        self._system_policy = system_policy
         self._open: list[Link] = []
         self.json = False
         self.mode_flag: str | None = None
@@ -57,9 +60,21 @@ class Context:
 
     @cached_property
     def ledger(self) -> Ledger:
+        from gpu_skills.state import policy
         from gpu_skills.state.ledger import Ledger
 
-        return Ledger(self.project, self.clock)
+        inputs = policy.ledger_inputs(self.project, self.environ, **self._where_policies_are())
+        return Ledger(self.project, self.clock, inputs=inputs)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """What may be spent. Raises PolicyMissing: every path to money asks here first, reading does not."""
+        from gpu_skills.state import policy
+
+        return policy.load(self.project, self.environ, **self._where_policies_are())
+
+    def _where_policies_are(self) -> dict[str, Path]:
+        return {} if self._system_policy is None else {"system": self._system_policy}
 
     # machines ---------------------------------------------------------------------------------------------------
 

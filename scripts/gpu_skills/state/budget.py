@@ -1,0 +1,266 @@
+"""What is spent and what is reserved now, and the one way to reserve more: the facts that a policy is asked with.
+
+Reservations belong to an account of a provider, not to a project: two projects that rent on one account share its
+money. They lie in the user's state directory, in `accounts/<provider>-<hash of the account>/journal.jsonl`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from gpu_skills import userdirs
+from gpu_skills.clock import Clock, timestamp
+from gpu_skills.errors import StateError, UsageError
+from gpu_skills.state import files, journal, registry
+from gpu_skills.state.journal import Reservation
+from gpu_skills.state.ledger import Ledger
+from gpu_skills.state.policy import Policy, Spent, amount, require
+from gpu_skills.state.project import Project
+from gpu_skills.units import json_number, usd
+
+# May bill at the full rate. A stopped machine bills storage, which its reservation covers.
+BILLING = ("requested", "booting", "ready", "busy", "stopping", "terminating", "unknown")
+OWN_HOSTS = ("local", "ssh")
+_PROVIDER = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
+
+
+@dataclass(frozen=True)
+class Books:
+    """spent and reservations at one moment, as `policy.check` wants them."""
+
+    spent: Spent
+    reservations: tuple[Reservation, ...]
+
+    @property
+    def reserved_usd(self) -> Decimal:
+        return journal.reserved_usd(self.reservations)
+
+
+def account_directory(provider: str, account: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """What all projects of this user share about one account. account: whatever names it; only its hash is used."""
+    if not _PROVIDER.fullmatch(provider) or not account:
+        raise UsageError(f"{provider!r} with account {account!r} names no account", next_step="gpu doctor")
+    return _accounts(environ) / f"{provider}-{hashlib.sha256(account.encode()).hexdigest()[:16]}"
+
+
+def account_journal(provider: str, account: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the reservations on one account are written."""
+    return account_directory(provider, account, environ) / "journal.jsonl"
+
+
+def spent_now(
+    project: Project,
+    ledger: Ledger,
+    clock: Clock,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    job_id: str | None = None,
+    session_usd: Decimal = Decimal(0),
+) -> Spent:
+    """What counts against the ceilings today and this month, in UTC. See `books` for what is reserved."""
+    return books(project, ledger, clock, environ, job_id=job_id, session_usd=session_usd).spent
+
+
+def books(
+    project: Project,
+    ledger: Ledger,
+    clock: Clock,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    job_id: str | None = None,
+    session_usd: Decimal = Decimal(0),
+    without_intent: str | None = None,
+) -> Books:
+    """The project's jobs and charges, what other projects settled on the same accounts, and all open reservations.
+
+    job_id: the job that money is wanted for; its earlier attempts count. What is booked after "now" counts as today:
+    a clock that went back gives no money back. without_intent: leave this reservation out, it is about to be replaced.
+    """
+    now = clock.now().astimezone(UTC)
+    today, first = now.strftime("%Y-%m-%d"), now.strftime("%Y-%m-01")
+    booked = ledger.spend(by="day", since=first, include_charges=True)
+    day = sum((row.cost_usd for row in booked.rows if (row.key or today) >= today), Decimal(0))
+    accounts = _Accounts.read(project, environ)
+    reservations = tuple(r for r in accounts.open() if r.intent != without_intent)
+    others = [s for s in accounts.settlements.values() if s.project_id != project.project_id]
+    job = journal.reserved_usd(r for r in reservations if job_id is not None and r.job_id == job_id)
+    job += sum((s.usd for s in accounts.settlements.values() if job_id is not None and s.job_id == job_id), Decimal(0))
+    spent = Spent(
+        day_usd=day + sum((s.usd for s in others if s.day >= today), Decimal(0)),
+        month_usd=booked.total_usd + sum((s.usd for s in others if s.day >= first), Decimal(0)),
+        session_usd=session_usd,
+        machines=len(_billing(project) | {accounts.machine_of(r) for r in reservations}),
+        job_usd=job,
+        incomplete=booked.incomplete or accounts.bad_lines > 0,
+    )
+    return Books(spent, reservations)
+
+
+def reserve(
+    project: Project,
+    ledger: Ledger,
+    clock: Clock,
+    policy: Policy,
+    *,
+    intent: str,
+    account: str,
+    provider: str,
+    cost_usd: Decimal | float | int | str,
+    rate_usd_hr: Decimal | float | int | str,
+    deadline_h: Decimal | float | int | str | None,
+    job_id: str | None = None,
+    machine_id: str | None = None,
+    session_usd: Decimal = Decimal(0),
+    machines: int = 1,
+    environ: Mapping[str, str] = os.environ,
+) -> Reservation:
+    """Admission: under one lock ask the policy and write the worst case down, synced. OverCeiling writes nothing.
+
+    From its return until `settle` the money counts against every ceiling of every project on these accounts. Reserving
+    again for an intent replaces its amount. To be called before the request that bills leaves; no lock is held then.
+    """
+    project.require_writable()
+    path = account_journal(provider, account, environ)
+    files.make_directory(path.parent)
+    with files.lock(_accounts(environ)):
+        found = books(project, ledger, clock, environ, job_id=job_id, session_usd=session_usd, without_intent=intent)
+        require(
+            policy,
+            cost_usd=cost_usd,
+            rate_usd_hr=rate_usd_hr,
+            deadline_h=deadline_h,
+            provider=provider,
+            spent=found.spent,
+            reserved_usd=found.reserved_usd,
+            machines=machines,
+        )
+        event = {
+            "kind": "reservation",
+            "ts": timestamp(clock.now()),
+            "intent": intent,
+            "provider": provider,
+            "account": path.parent.name,
+            "project_id": project.project_id,
+            "machine_id": machine_id,
+            "job_id": job_id,
+            "reserved_usd": json_number(amount("cost_usd", cost_usd)),
+        }
+        journal.append(path, [event])
+    return journal.open_reservations([event])[0]
+
+
+def settle(
+    project: Project,
+    clock: Clock,
+    *,
+    intent: str,
+    account: str,
+    provider: str,
+    settled_usd: Decimal | float | int | str,
+    environ: Mapping[str, str] = os.environ,
+) -> None:
+    """Free what was reserved, once what was really billed is booked. Repeating is harmless."""
+    path = account_journal(provider, account, environ)
+    files.make_directory(path.parent)
+    event = {
+        "kind": "settlement",
+        "ts": timestamp(clock.now()),
+        "intent": intent,
+        "provider": provider,
+        "account": path.parent.name,
+        "project_id": project.project_id,
+        "settled_usd": json_number(amount("settled_usd", settled_usd)),
+    }
+    with files.lock(_accounts(environ)):
+        journal.append(path, [event])
+
+
+def _accounts(environ: Mapping[str, str]) -> Path:
+    return userdirs.state_dir(environ) / "accounts"
+
+
+def _billing(project: Project) -> set[tuple[str, str]]:
+    return {
+        (project.project_id, record["id"])
+        for record in registry.load(project, "machines")
+        if record["status"] in BILLING and record["provider"] not in OWN_HOSTS
+    }
+
+
+@dataclass(frozen=True)
+class _Settlement:
+    usd: Decimal
+    day: str
+    project_id: str | None
+    job_id: str | None
+
+
+@dataclass
+class _Accounts:
+    """The events of all accounts of this user and of the project's own journal, each intent once."""
+
+    reservations: dict[str, Reservation] = field(default_factory=dict)
+    settlements: dict[str, _Settlement] = field(default_factory=dict)
+    machines: dict[str, str] = field(default_factory=dict)
+    bad_lines: int = 0
+    _open: dict[str, Reservation] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, project: Project, environ: Mapping[str, str]) -> _Accounts:
+        found = cls()
+        for path in [*sorted(_accounts(environ).glob("*/journal.jsonl")), project.path("journal.jsonl")]:
+            found._add(path)
+        return found
+
+    def open(self) -> list[Reservation]:
+        return list(self._open.values())
+
+    def machine_of(self, reservation: Reservation) -> tuple[str, str]:
+        """The machine it pays for; one without an id yet is one more machine."""
+        return reservation.project_id or "", self.machines.get(reservation.intent, reservation.intent)
+
+    def _add(self, path: Path) -> None:
+        events: list[dict[str, Any]] = []
+        for _offset, number, event in journal.scan(path):
+            if isinstance(event, journal.Problem):
+                self.bad_lines += 1  # a write that was cut: nothing was sent after it
+                continue
+            if event.get("kind") in ("reservation", "settlement"):
+                _check(event, path, number)
+                events.append(event)
+            if isinstance(event.get("machine_id"), str) and isinstance(event.get("intent"), str):
+                self.machines[event["intent"]] = event["machine_id"]
+        known = journal.open_reservations(e for e in events if e["kind"] == "reservation")
+        self.reservations |= {r.intent: r for r in known}
+        self._open |= {r.intent: r for r in journal.open_reservations(events)}
+        for event in events:
+            if event["kind"] != "settlement":
+                continue
+            reservation = self.reservations.get(event["intent"])
+            self.settlements[event["intent"]] = _Settlement(
+                usd=usd(event.get("settled_usd") or 0),
+                day=str(event.get("ts", ""))[:10],
+                project_id=event.get("project_id") or (reservation.project_id if reservation else None),
+                job_id=event.get("job_id") or (reservation.job_id if reservation else None),
+            )
+
+
+def _check(event: dict[str, Any], path: Path, number: int) -> None:
+    """A reservation that cannot be added up is an error: taking it for nothing would free its money."""
+    name = f"{path.parent.name}/{path.name}"
+    if not isinstance(event.get("intent"), str):
+        raise StateError(file=name, at=f":{number} /intent", problem="found no text, allowed is the name of an intent")
+    key = "reserved_usd" if event["kind"] == "reservation" else "settled_usd"
+    value = event.get(key)
+    if value is None and key == "settled_usd":
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise StateError(file=name, at=f":{number} /{key}", problem=f"found {value!r}, allowed is a number from 0")
