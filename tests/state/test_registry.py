@@ -176,7 +176,7 @@ def test_a_query_sees_the_records_and_nothing_of_the_caller(project, monkeypatch
     put(project, "machines", MACHINE)
     assert registry.query(project, ".machines[].id") == ["m_1"]
     assert registry.query(project, "map(.rate_usd_hr) | add", "machines") == [0.69]
-    seen = json.dumps(registry.query(project, "env, $ENV, input_filename, $__loc__, input_line_number"))
+    seen = json.dumps(registry.query(project, "env, $ENV, input_filename, $__loc__"))
     assert "s3cr3t" not in seen and os.environ["PATH"] not in seen
 
 
