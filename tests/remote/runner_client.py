@@ -24,11 +24,17 @@ class Refused(Exception):
 
 class RunnerClient:
     def __init__(
-        self, root: Path, *, project: str = "p-test", python: str = sys.executable, env: dict[str, str] | None = None
+        self,
+        root: Path,
+        *,
+        project: str = "p-test",
+        python: str = sys.executable,
+        env: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
     ):
         self.project, self.root = project, root
         self.process = subprocess.Popen(
-            [python, "-I", str(RUNNER), "serve", "--root", str(root)],
+            [*prefix, python, "-I", str(RUNNER), "serve", "--root", str(root)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **(env or {})},
@@ -111,6 +117,7 @@ class RunnerClient:
         job: str = "J-000001",
         nonce: str | None = None,
         env: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
         **spec: Any,
     ):
         tree = spec.pop("tree", None) or self.upload({})
