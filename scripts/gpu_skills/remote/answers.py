@@ -20,10 +20,24 @@ JOB_STATES = frozenset({"running", "succeeded", "failed", "timeout", "cancelled"
 Check = Callable[[Any], bool]
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("duplicate key")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+_decode = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant).decode
+
+
 def parse_header(line: bytes) -> dict[str, Any]:
-    """One line of JSON that must be an object. ValueError says what is wrong with it."""
+    """One line of ASCII JSON that must be an object. ValueError says what is wrong with it."""
     try:
-        value = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = _decode(line.decode("ascii"))
     except RecursionError as exc:
         raise ValueError("JSON nested too deeply") from exc
     except ValueError as exc:
@@ -107,17 +121,6 @@ class MachineBusy(errors.RemoteError):
     code, retryable = "machine_busy", True
     template = "{host} is busy: {reason}"
     next_step = "run the same command again in a moment"
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("duplicate key")
-    return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(name)
 
 
 def _text(value: Any) -> str:

@@ -18,25 +18,34 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from gpu_skills.errors import DiskFull, GpuError, NotWritable, one_line
+from gpu_skills.errors import DiskFull, NotWritable, one_line
 
 BLOCK_BYTES = 1 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FEW_FILES = 64
+_FIRST_TREE = "tree"
 
 
 class Destination:
-    """An existing folder, held open, and a private staging folder beside it on the same file system."""
+    """An existing folder, held open, and a private staging folder beside it on the same file system.
+
+    While the folder is empty everything is put together in the staging folder, and `publish` makes it the destination
+    in one step.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self.staging = path.parent / f".{path.name}.incoming"
+        self._staging = -1
+        self._is_first = False
         with writing(path):
             self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            # Not through a link, and not over a mounted disk: neither can be replaced by a rename.
+            if not os.listdir(self._root) and not path.is_symlink() and not os.path.ismount(path):
+                os.close(self._root)
+                self._root = self._open_first_tree()
+                self._is_first = True
         self._folder: tuple[bytes, int] = (b"", self._root)
-        self._staging = -1
-        self._umask = os.umask(0)
-        os.umask(self._umask)
 
     def __enter__(self) -> Destination:
         return self
@@ -46,6 +55,11 @@ class Destination:
         os.close(self._root)
         if self._staging >= 0:
             os.close(self._staging)
+
+    def _open_first_tree(self) -> int:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(_FIRST_TREE, 0o777, dir_fd=self.open_staging())
+        return os.open(_FIRST_TREE, _FOLDER, dir_fd=self._staging)
 
     # what is here ---------------------------------------------------------------------------------------------------
 
@@ -76,30 +90,59 @@ class Destination:
     def make_folder(self, path: bytes) -> None:
         self._enter(path + b"/.", make=True)
 
-    def place(self, staged: str, path: bytes, mode: int) -> os.stat_result:
+    def place(self, staged: str, path: bytes) -> os.stat_result:
         """Move a verified file of the staging folder to its place. An older one there is replaced in one step."""
-        with writing(self._shown(path)):
-            os.chmod(staged, (mode | 0o600) & ~self._umask, dir_fd=self.open_staging())
+        try:
             name, folder = os.path.basename(path), self._enter(path, make=True)
             os.rename(staged, name, src_dir_fd=self._staging, dst_dir_fd=folder)
             return os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except OSError as exc:
+            raise writing_failed(self._shown(path), exc) from exc
+
+    def write(self, path: bytes, mode: int, data: bytes) -> os.stat_result:
+        """A file whose verified content is at hand."""
+        if not self._is_first:
+            self.write_staged("whole", mode, data)
+            return self.place("whole", path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            name, folder = os.path.basename(path), self._enter(path, make=True)
+            try:
+                descriptor = os.open(name, flags, mode | 0o600, dir_fd=folder)
+            except FileExistsError:  # left behind half-written by a pull that was killed
+                os.unlink(name, dir_fd=folder)
+                descriptor = os.open(name, flags, mode | 0o600, dir_fd=folder)
+            try:
+                write_all(descriptor, data)
+                return os.fstat(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as exc:
+            raise writing_failed(self._shown(path), exc) from exc
 
     def copy(self, source: bytes, path: bytes, mode: int, expected: str) -> os.stat_result | None:
         """A second file with the content of one that was placed; None when that is not what it was any more."""
         name = f"copy-{secrets.token_hex(8)}"
         digest = sha256()
-        with writing(self._shown(path)):
-            reading = os.open(
-                os.path.basename(source), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._enter(source, False)
-            )
-            with open(reading, "rb", buffering=0) as here, self.create(name) as there:
-                while data := here.read(BLOCK_BYTES):
-                    digest.update(data)
-                    write_all(there.fileno(), data)
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            here = os.open(os.path.basename(source), flags, dir_fd=self._enter(source, make=False))
+            try:
+                there = self.open_staged(name, mode)
+                try:
+                    while data := os.read(here, BLOCK_BYTES):
+                        digest.update(data)
+                        write_all(there, data)
+                finally:
+                    os.close(there)
+            finally:
+                os.close(here)
+        except OSError as exc:
+            raise writing_failed(self._shown(path), exc) from exc
         if digest.hexdigest() != expected:
             self.discard(name)
             return None
-        return self.place(name, path, mode)
+        return self.place(name, path)
 
     # staging --------------------------------------------------------------------------------------------------------
 
@@ -116,16 +159,32 @@ class Destination:
                 os.fchmod(self._staging, 0o700)
         return self._staging
 
-    @contextlib.contextmanager
-    def create(self, name: str, *, keep: bool = False) -> Iterator[ByteFile]:
-        """A staged file open for writing; `keep` goes on with one that is there."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if keep else os.O_TRUNC)
-        with writing(self.staging / name):
-            descriptor = os.open(name, flags, 0o600, dir_fd=self.open_staging())
+    def open_staged(self, name: str, mode: int, *, keep: bool = False) -> int:
+        """A descriptor of a staged file, new or (`keep`) the one that is there. The umask cuts its mode."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if keep else os.O_EXCL)
         try:
-            yield ByteFile(descriptor)
+            try:
+                return os.open(name, flags, mode | 0o600, dir_fd=self.open_staging())
+            except FileExistsError:
+                self.discard(name)
+                return os.open(name, flags, mode | 0o600, dir_fd=self.open_staging())
+        except OSError as exc:
+            raise writing_failed(self.staging / name, exc) from exc
+
+    def write_staged(self, name: str, mode: int, data: bytes) -> None:
+        descriptor = self.open_staged(name, mode)
+        try:
+            write_all(descriptor, data)
+        except OSError as exc:
+            raise writing_failed(self.staging / name, exc) from exc
         finally:
             os.close(descriptor)
+
+    def set_mode(self, name: str, mode: int) -> None:
+        """Give a staged file that another program made the mode it would have had from `open_staged`."""
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, (mode | 0o600) & ~umask, dir_fd=self.open_staging())
 
     def staged_bytes(self, name: str) -> int:
         """The size of a regular staged file, 0 when there is none."""
@@ -148,8 +207,24 @@ class Destination:
             self._staging = -1
         shutil.rmtree(self.staging, ignore_errors=True)
 
-    def sync(self, placed: list[bytes]) -> None:
-        """Put what was placed on the disk: what comes next may be the end of the only other copy."""
+    def publish(self, *, sync: list[bytes]) -> None:
+        """Make what was placed visible, and what `sync` names safe from a power failure: what comes next may be the
+        end of the only other copy."""
+        if sync:
+            self._sync(sync)
+        if not self._is_first:
+            return
+        with writing(self.path):
+            os.chmod(self._root, stat.S_IMODE(os.stat(self.path).st_mode))
+            os.rename(_FIRST_TREE, self.path, src_dir_fd=self.open_staging())
+            if sync:
+                parent = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(parent)
+                finally:
+                    os.close(parent)
+
+    def _sync(self, placed: list[bytes]) -> None:
         with writing(self.path):
             if len(placed) > _FEW_FILES:
                 if ctypes.CDLL(None, use_errno=True).syncfs(self._root) if os.uname().sysname == "Linux" else True:
@@ -215,16 +290,6 @@ class Destination:
         return self.path / one_line(path.decode("utf-8", "replace"))
 
 
-class ByteFile:
-    """A descriptor one can write all of something to."""
-
-    def __init__(self, descriptor: int):
-        self._descriptor = descriptor
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-
 class Verified:
     """Which files here were found to have which content, remembered by size, times and inode.
 
@@ -260,17 +325,20 @@ class Verified:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """The system's refusal to write, in our words."""
     try:
         yield
-    except GpuError:
-        raise
     except OSError as exc:
-        full = exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        reason = {errno.EISDIR: "a folder is in the way", errno.ENOTEMPTY: "a folder is in the way"}.get(
-            exc.errno, exc.strerror or str(exc)
-        )
-        raise (DiskFull if full else NotWritable)(path=one_line(str(path)), reason=reason) from exc
+        raise writing_failed(path, exc) from exc
+
+
+def writing_failed(path: Path, exc: OSError) -> DiskFull | NotWritable:
+    """The system's refusal to write, in our words."""
+    reason = exc.strerror or str(exc)
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return DiskFull(path=one_line(str(path)), reason=reason)
+    if exc.errno in (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST):
+        reason = "a folder is in the way"
+    return NotWritable(path=one_line(str(path)), reason=reason)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
@@ -279,7 +347,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def hash_descriptor(descriptor: int, limit: int | None = None) -> str:
+def hash_descriptor(descriptor: int) -> str:
     """SHA-256 from where the descriptor stands to the end."""
     digest = sha256()
     while data := os.read(descriptor, BLOCK_BYTES):

@@ -22,7 +22,7 @@ from typing import Any
 
 from gpu_skills.errors import HashMismatch, ProtocolError, RemoteError, TransferIncomplete, UnsafeManifest
 from gpu_skills.remote.bulk import Bulk, RsyncUnfit
-from gpu_skills.remote.destination import BLOCK_BYTES, ByteFile, Destination, Verified, write_all
+from gpu_skills.remote.destination import BLOCK_BYTES, Destination, Verified, write_all, writing_failed
 from gpu_skills.remote.pace import Attempts, Meter, Progress, ways_for
 from gpu_skills.remote.session import Session
 from gpu_skills.remote.tree import Entry
@@ -109,17 +109,15 @@ class _Download:
             else:
                 wanted.setdefault(entry.sha256, []).append(entry)
         fetched = [same[0] for same in wanted.values()]
-        new_bytes = sum(entry.size for same in wanted.values() for entry in same)
         self.meter = Meter(self.progress, sum(entry.size for entry in fetched))
         if fetched:
             self._fetch_all(fetched)
             self._copy_the_same(wanted)
-            if not self.still_running:
-                self.here.sync(self.placed)
+        self.here.publish(sync=[] if self.still_running else self.placed)
         self.here.remove_staging()
         self.meter.finish()
-        missed = {path for path in self.changing}
-        new_bytes -= sum(e.size for same in wanted.values() for e in same if e.display in missed)
+        moved_on = set(self._changing_paths)
+        new_bytes = sum(e.size for same in wanted.values() for e in same if e.path not in moved_on)
         return DownloadReport(len(self.placed), unchanged, tuple(self.changing), new_bytes)
 
     def _is_here(self, entry: Entry) -> bool:
@@ -175,14 +173,25 @@ class _Download:
             finally:
                 session.close()
 
-    def _arrived(self, entry: Entry, staged: str, digest: str) -> None:
+    def _arrived_whole(self, entry: Entry, data: bytes) -> None:
+        """A small file: hashed in memory, written only when it is right."""
+        digest = sha256(data).hexdigest()
         if digest == entry.sha256:
-            found = self.here.place(staged, entry.path, entry.mode)
-            self.verified.remember(entry.path, found, digest)
-            self.placed.append(entry.path)
-            return
-        self.here.discard(staged)
-        self._is_wrong(entry, digest)
+            self._is_placed(entry, self.here.write(entry.path, entry.mode, data))
+        else:
+            self._is_wrong(entry, digest)
+
+    def _arrived_staged(self, entry: Entry, digest: str) -> None:
+        """A file that grew under its digest in the staging folder."""
+        if digest == entry.sha256:
+            self._is_placed(entry, self.here.place(entry.sha256, entry.path))
+        else:
+            self.here.discard(entry.sha256)
+            self._is_wrong(entry, digest)
+
+    def _is_placed(self, entry: Entry, found: os.stat_result) -> None:
+        self.verified.remember(entry.path, found, entry.sha256)
+        self.placed.append(entry.path)
 
     def _is_wrong(self, entry: Entry, digest: str) -> None:
         """Other content than listed: the job wrote on, or it came in damaged, which a second try from 0 will tell."""
@@ -215,8 +224,7 @@ class _Download:
                 found = self.here.copy(first.path, entry.path, entry.mode, entry.sha256)
                 if found is None:
                     raise HashMismatch(path=entry.display, found="changed here meanwhile", expected=entry.sha256)
-                self.verified.remember(entry.path, found, entry.sha256)
-                self.placed.append(entry.path)
+                self._is_placed(entry, found)
 
     # frames ---------------------------------------------------------------------------------------------------------
 
@@ -271,7 +279,8 @@ class _Download:
                         self._is_gone(entry, "gone")
                         continue
                     os.rename(folder / str(number), self.here.staging / entry.sha256)
-                    self._arrived(entry, entry.sha256, digest)
+                    self.here.set_mode(entry.sha256, entry.mode)
+                    self._arrived_staged(entry, digest)
         finally:
             self._keep_begun(folder, wanted)
 
@@ -294,8 +303,7 @@ class _Incoming:
         self._wanted = wanted
         self._have = have
         self._at = 0
-        self._open: contextlib.ExitStack | None = None
-        self._file: ByteFile | None = None
+        self._file: int | None = None
         self._digest: Any = None
         self._size = 0
 
@@ -317,27 +325,15 @@ class _Incoming:
             return
         work.meter.add(len(data))
         if self._file is None and header["last"] and not self._have[entry.path]:
-            self._whole(entry, data)
+            self._at += 1
+            work._arrived_whole(entry, data)
         else:
             self._piece(entry, data, header["last"])
 
     def close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = self._file = None
-
-    def _whole(self, entry: Entry, data: bytes) -> None:
-        """A file in one frame: hashed in memory, written only when it is right."""
-        self._at += 1
-        digest = sha256(data).hexdigest()
-        if digest != entry.sha256:
-            self._work._is_wrong(entry, digest)
-            return
-        with self._work.here.create("whole") as file:
-            if os.write(file.fileno(), data) != len(data):
-                os.lseek(file.fileno(), 0, os.SEEK_SET)
-                write_all(file.fileno(), data)
-        self._work._arrived(entry, "whole", digest)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _piece(self, entry: Entry, data: bytes, is_last: bool) -> None:
         if self._file is None:
@@ -347,22 +343,24 @@ class _Incoming:
             self._work.here.discard(entry.sha256)
             raise ProtocolError(host=self._host, reason=f"it sends more of {entry.display} than its manifest lists")
         if self._size <= entry.size:
-            write_all(self._file.fileno(), data)
+            try:
+                write_all(self._file, data)
+            except OSError as exc:
+                raise writing_failed(self._work.here.staging, exc) from exc
         self._digest.update(data)
         if is_last:
             digest = self._digest.hexdigest()
             self.close()
             self._at += 1
-            self._work._arrived(entry, entry.sha256, digest)
+            self._work._arrived_staged(entry, digest)
 
     def _open_staged(self, entry: Entry) -> None:
         """Go on with what is staged, which is hashed first: nobody vouches for it."""
-        self._open = contextlib.ExitStack()
-        self._file = self._open.enter_context(self._work.here.create(entry.sha256, keep=True))
-        begun, descriptor = self._have[entry.path], self._file.fileno()
-        os.ftruncate(descriptor, begun)
-        self._digest, self._size = sha256(), begun
-        while data := os.read(descriptor, BLOCK_BYTES):
+        self._file = self._work.here.open_staged(entry.sha256, entry.mode, keep=True)
+        self._size = self._have[entry.path]
+        os.ftruncate(self._file, self._size)
+        self._digest = sha256()
+        while data := os.read(self._file, BLOCK_BYTES):
             self._digest.update(data)
 
 

@@ -6,7 +6,6 @@ from the byte where the last one stopped.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from gpu_skills.errors import ChangedMeanwhile, GpuError, HashMismatch, NotWritable, ProtocolError, RemoteError
+from gpu_skills.remote.answers import parse_header
 from gpu_skills.remote.bulk import Bulk, RsyncUnfit
 from gpu_skills.remote.pace import Attempts, Meter, Progress, ways_for
 from gpu_skills.remote.session import Frame, Session
@@ -105,8 +105,8 @@ class _Upload:
             on_data=lambda header, data: chunks.append(data),
         )
         try:
-            return [self._missing(json.loads(line)) for line in b"".join(chunks).splitlines()]
-        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+            return [self._missing(parse_header(line)) for line in b"".join(chunks).splitlines()]
+        except (ValueError, TypeError, KeyError) as exc:
             raise ProtocolError(host=self.session.host, reason="it asks for what was never offered") from exc
 
     def _missing(self, value: dict) -> _Missing:
@@ -168,7 +168,7 @@ class _Upload:
     def _frame(self, entry: Entry, offset: int, data: bytes) -> Frame:
         self.sent_bytes += len(data)
         self.meter.add(len(data))
-        return Frame({"sha256": entry.sha256, "size": entry.size, "offset": offset}, data)
+        return Frame(f'"offset":{offset},"sha256":"{entry.sha256}","size":{entry.size}', data)
 
     # rsync ----------------------------------------------------------------------------------------------------------
 
