@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from gpu_skills.remote import runner
 from remote.runner_client import RunnerClient, eventually, is_alive
 
 pytestmark = pytest.mark.subprocess
@@ -137,3 +142,22 @@ def test_the_job_is_the_first_victim_when_memory_runs_out(machine: RunnerClient)
     own = int(Path("/proc/self/oom_score_adj").read_text())
     machine.run("cat /proc/self/oom_score_adj")
     assert int(machine.log()) == min(1000, own + 100)
+
+
+def test_where_there_is_no_proc_the_process_table_comes_from_ps(monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("ps") is None:
+        pytest.skip("no ps on this machine")
+    monkeypatch.setattr(runner, "HAS_PROC", False)
+    leader = subprocess.Popen(["bash", "-c", "sleep 600 & sleep 601; true"], start_new_session=True)
+    try:
+        found = runner.find_process(leader.pid)
+        assert (found.ppid, found.session) == (os.getpid(), leader.pid)
+        tree = runner.JobTree("nonce-that-nobody-has", {leader.pid: found.start})
+        eventually(lambda: len(tree.members()) == 3)
+        ending = runner.Ending(tree)
+        eventually(ending.step, limit_s=8)
+        assert leader.wait(timeout=5) == -signal.SIGTERM
+    finally:
+        leader.kill()
+        leader.wait()
+    assert runner.find_process(leader.pid) is None

@@ -2465,7 +2465,7 @@ def settle(project: Project, name: str) -> int:
     job = project.job(name)
     if job.ended() or job.supervisor_lives():
         return 0
-    lock = try_lock(job.file("lock"))
+    lock = try_lock(job.file("lock"), wait_s=1)  # who only looks whether it is held holds it for a moment
     if lock is None or job.ended():
         return 0
     state = read_json(job.file("state.json")) or {}
