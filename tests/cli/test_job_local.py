@@ -95,7 +95,8 @@ def carriers(nonce):
 
 
 def test_pull_works_mid_run_and_moves_only_what_changed(project, gpu):
-    run = "echo one > $GPU_OUTPUT_DIR/one; until [ -e $GPU_WORKSPACE/go ]; do sleep 0.05; done; echo two > $GPU_OUTPUT_DIR/two"
+    wait = "until [ -e $GPU_WORKSPACE/go ]; do sleep 0.05; done"
+    run = f"echo one > $GPU_OUTPUT_DIR/one; {wait}; echo two > $GPU_OUTPUT_DIR/two"
     gpu("job", "run", "--detach", "--json", "--", run)
     deadline = time.monotonic() + 10
     while not (first := gpu("job", "pull", "--json").document)["files"]:
@@ -137,9 +138,21 @@ def test_a_job_sees_the_whole_environment_and_its_own_copy(project, gpu, monkeyp
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh12345678")
     monkeypatch.setenv("VAST_API_KEY", "vast-credential-value")
     (project / "data.txt").write_text("original")
-    names = "GPU_OUTPUT_DIR GPU_JOB_ID GPU_JOB_DIR GPU_WORKSPACE KURA_WORKSPACE KURA_RUN_ID JAMBU_OUTPUT_DIR JAMBU_JOB_ID HF_HOME HF_HUB_CACHE PYTHONUNBUFFERED"
-    check = f'for n in {names}; do [ -n "${{!n}}" ] || exit 9; done; [ $PWD = $GPU_JOB_DIR ] || exit 8; [ -z "$VAST_API_KEY" ] || exit 7; [ $HF_HUB_CACHE = $HF_HOME/hub ] || exit 6; echo changed > data.txt; [ $HF_TOKEN = $(printf hf_; echo abcdefgh12345678) ] || exit 5'
-    result = gpu("job", "run", "--json", "--", check)
+    (project / "check.sh").write_text(
+        """
+        for name in GPU_OUTPUT_DIR GPU_JOB_ID GPU_JOB_DIR GPU_WORKSPACE JAMBU_OUTPUT_DIR JAMBU_JOB_ID JAMBU_JOB_DIR \\
+            KURA_WORKSPACE KURA_RUN_ID HF_HOME HF_HUB_CACHE PYTHONUNBUFFERED; do
+            [ -n "${!name}" ] || exit 9
+        done
+        [ "$PWD" = "$GPU_JOB_DIR" ] || exit 8
+        [ -z "$VAST_API_KEY" ] || exit 7
+        [ "$HF_HUB_CACHE" = "$HF_HOME/hub" ] || exit 6
+        [ "$HF_TOKEN" = "hf_abcdefgh12345678" ] || exit 5
+        [ "${GPU_MODEL_ID-unset}" = "" ] || exit 4
+        echo changed > data.txt
+        """
+    )
+    result = gpu("job", "run", "--json", "--", "bash check.sh")
     assert result.exit_code == 0, result.stderr
     assert (project / "data.txt").read_text() == "original"
 
@@ -196,7 +209,8 @@ def test_the_log_never_carries_raw_control_sequences(project, gpu):
 
 def test_progress_is_shown_with_unit_and_rate(project, gpu):
     (project / "gpujob.yaml").write_text(
-        "run: for i in 1 2 3; do echo progress rows=$((i*100)); sleep 0.2; done; sleep 30\nprogress: {unit: rows, stall: 1s, on_stall: cancel}\n"
+        "run: for i in 1 2 3; do echo progress rows=$((i*100)); sleep 0.2; done; sleep 30\n"
+        "progress: {unit: rows, stall: 1s, on_stall: cancel}\n"
     )
     result = gpu("job", "run", "--json")
     assert result.exit_code == 130
@@ -227,3 +241,15 @@ def test_reading_commands_run_in_audit_and_others_are_refused(project, gpu, monk
     refused = gpu("setup", "--json")
     assert refused.exit_code == 3 and refused.error["code"] == "mode_forbids"
     assert gpu("setup", "--json", "--mode", "operate").exit_code == 3
+
+
+def test_copies_start_the_same_job_several_times_with_an_index_each(project, gpu):
+    started = gpu("job", "run", "--detach", "--copies", "3", "--json", "--", "echo $GPU_JOB_INDEX of $GPU_JOB_COUNT")
+    assert [d["job"] for d in started.documents] == ["J-000001", "J-000002", "J-000003"]
+    deadline = time.monotonic() + 20
+    while gpu("status", "--json").document["running_jobs"]:
+        assert time.monotonic() < deadline
+        gpu("job", "ls")
+    said = [gpu("job", "logs", job).stdout for job in ("J-000001", "J-000002", "J-000003")]
+    assert said == ["0 of 3\n", "1 of 3\n", "2 of 3\n"]
+    assert gpu("job", "run", "--copies", "2", "--json", "--", "true").exit_code == 125

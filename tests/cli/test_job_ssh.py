@@ -15,7 +15,7 @@ pytestmark = pytest.mark.subprocess
 
 @pytest.fixture
 def project(tmp_path, gpu, sshd, home):
-    """A project whose host `box` is the test's own server, named in hosts.yaml; its files live below tmp_path/machine."""
+    """A project whose host `box` is the test's own server, named in hosts.yaml."""
     root = tmp_path / "project"
     root.mkdir()
     assert gpu("init", "--jobs", "--provider", "ssh", "--host", "box", cwd=root).exit_code == 0
@@ -35,7 +35,8 @@ hosts:
 
 def test_a_job_runs_on_an_ssh_host_and_its_cost_is_booked_at_the_hosts_rate(project, gpu):
     (project / "train.py").write_text(
-        "import os, time\nprint('on it')\ntime.sleep(1)\nopen(os.environ['GPU_OUTPUT_DIR'] + '/m', 'wb').write(b'1' * 5000)\n"
+        "import os, time\nprint('on it')\ntime.sleep(1)\n"
+        "open(os.environ['GPU_OUTPUT_DIR'] + '/m', 'wb').write(b'1' * 5000)\n"
     )
     result = gpu("job", "run", "--json", "--", "python3 train.py", cwd=project)
     assert result.exit_code == 0, result.stderr

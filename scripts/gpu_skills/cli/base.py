@@ -27,7 +27,7 @@ def effective_mode(flag: str | None, environ: Mapping[str, str]) -> str:
 class GpuCommand(click.Command):
     """A leaf command. Its function takes the Context first and returns an Output or None
 
-    reads_only: it may run in every mode. failure_exit: what every failure of gpu itself exits with, if not its own code.
+    reads_only: it may run in every mode. failure_exit: what a failure of gpu itself exits with, if not its own code.
     """
 
     reads_only = False

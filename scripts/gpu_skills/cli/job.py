@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gpu_skills.cli.base import LazyGroup, command
+from gpu_skills.cli.base import LazyGroup, command, emit
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.job_view import job_document, job_text, line_document, summary
 from gpu_skills.cli.job_watch import show_line, stream
@@ -25,6 +25,7 @@ job = LazyGroup(
         "logs": (_HERE + "logs", "The job's log; reads only."),
         "pull": (_HERE + "pull", "Download what changed into gpu-outputs/<job>, verified; also mid-run."),
         "cancel": (_HERE + "cancel", "End a running job and everything it started."),
+        "finish": ("gpu_skills.cli.job_finish:finish", "Write down how a job ended that no machine reports."),
     },
 )
 
@@ -43,6 +44,12 @@ _RUN_EXITS = "the job's own code · 124 timeout · 130 cancelled · 125 gpu itse
     "--dir", "directory", type=click.Path(path_type=Path), help="The directory to send; default: the project's."
 )
 @click.option("--detach", is_flag=True, help="Return once the job has started.")
+@click.option(
+    "--copies",
+    type=click.IntRange(1, 1000),
+    default=1,
+    help="With --detach: start so many, each with its own GPU_JOB_INDEX from 0.",
+)
 @click.option("--setup", "setup_command", metavar="CMD", help="Run first; if it fails the job does not start.")
 @click.option("--timeout", metavar="TIME", help='For example "30m"; the job then ends with exit 124.')
 @click.option("--label", metavar="TEXT", help="A name for people.")
@@ -60,20 +67,26 @@ _RUN_EXITS = "the job's own code · 124 timeout · 130 cancelled · 125 gpu itse
     "--allow-secret-file", multiple=True, metavar="PATH", help="Send this file although it looks like a credential."
 )
 @click.option("--no-pull", is_flag=True, help="Leave the outputs on the machine.")
-@click.option(
-    "--yes", is_flag=True, help="The user's explicit instruction to start what bills; local and ssh do not bill."
-)
 def run(
-    context: Context, cmd: tuple[str, ...], directory: Path | None, detach: bool, no_pull: bool, yes: bool, **flags: Any
+    context: Context,
+    cmd: tuple[str, ...],
+    directory: Path | None,
+    detach: bool,
+    copies: int,
+    no_pull: bool,
+    **flags: Any,
 ) -> Output | None:
     """Run code as a job on the project's machine, setting it up when none is ready. Costs nothing on local and ssh.
 
     CMD goes after `--`; without it gpujob.yaml says what to run. Ctrl-C stops watching; the job goes on.
     """
     from gpu_skills.cli.progress import byte_bar, spinner
+    from gpu_skills.errors import UsageError
     from gpu_skills.jobs import pack, submit
     from gpu_skills.jobs.spec import load_spec
 
+    if copies > 1 and not detach:
+        raise UsageError("--copies needs --detach", next_step="gpu job run --detach --copies 8 -- CMD")
     spec = load_spec(
         _job_directory(context, directory),
         command=cmd,
@@ -100,24 +113,28 @@ def run(
         link = context.ready_machine(progress=lambda line: None)
     with byte_bar(context, "upload") as progress:
         report = submit.send(context.project, link, packed, progress)
-    submitted = submit.start(
-        context.project,
-        context.ledger,
-        context.clock,
-        link,
-        spec,
-        packed,
-        report,
-        env_values=spec.env_values(),
-        hf_token=_hf_token(context),
-    )
     where = f"{link.machine.host}" + (f" ({link.machine.gpu})" if link.machine.gpu else "")
-    sent, total = format_bytes(report.bytes_sent), format_bytes(report.bytes_total)
-    say(f"{submitted.job} started on {where}; sent {sent} of {total}")
+    for index in range(copies):
+        submitted = submit.start(
+            context.project,
+            context.ledger,
+            context.clock,
+            link,
+            spec,
+            packed,
+            report,
+            env_values=spec.env_values(),
+            hf_token=_hf_token(context),
+            copy=(index, copies) if copies > 1 else None,
+        )
+        sent, total = format_bytes(report.bytes_sent), format_bytes(report.bytes_total)
+        say(f"{submitted.job} started on {where}; sent {sent} of {total}")
+        if detach:
+            document = job_document(context, submitted.job, submitted.status)
+            emit(Output(document, submitted.job), as_json=context.json)
     if detach:
-        document = job_document(context, submitted.job, submitted.status)
-        document["next_step"] = f"gpu job status {submitted.job}"
-        return Output(document, f"{submitted.job}\nnext: gpu job logs -f {submitted.job}")
+        say(f"next: gpu job logs -f {submitted.job}")
+        return None
     return _attached(context, link, submitted.job, no_pull=no_pull)
 
 

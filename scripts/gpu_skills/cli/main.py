@@ -23,8 +23,12 @@ COMMANDS = {
     "destroy": (_C + "project:destroy", "Give the project's machine back; refused while outputs are uncollected."),
     "spend": (_C + "spend:spend", "What was spent, from the ledger; reads only."),
     "demo": (_C + "demo:demo", "Train a small model as a job on this machine, start to end, for nothing."),
-    "job": (_C + "job:job", "Run your own code as a job: run ls status logs pull cancel."),
+    "job": (_C + "job:job", "Run your own code as a job: run ls status logs pull cancel finish."),
     "machine": (_C + "machine:machine", "The project's machines: ls."),
+    "registry": (_C + "registry:registry", "The project's records: validate show put query."),
+    "ledger": (_C + "ledger:ledger", "The ledger of jobs: append verify query tail reseal."),
+    "policy": (_C + "policy:policy", "What may be spent, and what is left: show check; reads only."),
+    "economics": (_C + "economics:economics", "Arithmetic of machine time: keepalive batch idle-timeout; reads only."),
 }
 
 

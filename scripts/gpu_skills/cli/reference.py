@@ -42,7 +42,7 @@ def cli_reference() -> str:
         name = " ".join(path)
         context = click.Context(command, info_name=name)
         usage = " ".join([name, *command.collect_usage_pieces(context)])
-        parts.append(f"## {name}\n\n```\n{usage}\n```\n")
+        parts.append(f"## {name}\n\n```text\n{usage}\n```\n")
         parts.append(_paragraphs(command.help or ""))
         rows = [_option(p, context) for p in command.params if isinstance(p, click.Option) and p.name not in _SHARED]
         if rows:
@@ -109,7 +109,7 @@ def coded_errors() -> list[type[GpuError]]:
 
 def placeholders(template: str) -> str:
     """`{host} did not answer` → `HOST did not answer`."""
-    return re.sub(r"\{(\w+)[^{}]*\}", lambda m: m[1].upper(), template)
+    return re.sub(r"\{(\w+)[^{}]*\}", lambda m: m[1].upper(), template.replace("{at}", ":LINE"))
 
 
 def _paragraphs(text: str) -> str:

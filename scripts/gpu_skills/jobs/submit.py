@@ -51,14 +51,14 @@ def start(
     *,
     env_values: Mapping[str, str],
     hf_token: str | None = None,
-    on_id: Callable[[str], None] = lambda job: None,
+    copy: tuple[int, int] | None = None,
 ) -> Submitted:
     """Take an id, write what is sent, then start. env_values: the whole user environment, secret values included.
 
+    copy: (index, count) when the same job is submitted several times.
     Raises OutcomeUnknown when the machine may have started it: `gpu job status` tells.
     """
     job = ledger.new_job_id()
-    on_id(job)
     folder = JobFolder(project, job)
     nonce = secrets.token_hex(8)
     machine = link.machine
@@ -99,7 +99,7 @@ def start(
             }
         )
         environment = job_environment(
-            link.session.greeting.root, project.project_id, job, user_env=env_values, hf_token=hf_token
+            link.session.greeting.root, project.project_id, job, user_env=env_values, hf_token=hf_token, copy=copy
         )
         request = {
             "project": project.project_id,
