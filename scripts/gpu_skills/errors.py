@@ -92,7 +92,7 @@ class Unreachable(RemoteError):
 class HostKeyMismatch(RemoteError):
     code = "host_key_mismatch"
     template = "the host key of {host} is {found}, pinned is {pinned}"
-    next_step = "find out why it changed; if it is right: gpu machine forget-key {machine}"
+    next_step = "find out why it changed; if it is right, take the line of {machine} out of .pi/gpu/known_hosts"
 
 
 class AuthFailed(RemoteError):
@@ -309,6 +309,12 @@ class JobRunning(Refused):
     code = "job_running"
     template = "job {job} is running"
     next_step = "gpu job cancel {job}"
+
+
+class AlreadyEnded(Refused):
+    code = "already_ended"
+    template = "{job} has already ended ({state}); a job ends once"
+    next_step = "gpu job status {job}"
 
 
 class NetworkDenied(Refused):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,13 +41,18 @@ class Result:
 
 
 @pytest.fixture
-def gpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """gpu("job", "run", "--json", …, cwd=None) → Result. Every JSON document is checked against schemas/cli."""
+def gpu(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """gpu("job", "run", "--json", …, cwd=None) → Result. Every JSON document is checked against schemas/cli.
+
+    stdin: what comes on standard input. world: more of the Context, such as a clock. There is no system policy here.
+    """
     from gpu_skills import schemas
 
-    def call(*args: str, cwd: Path | None = None) -> Result:
+    def call(*args: str, cwd: Path | None = None, stdin: bytes = b"", **world: Any) -> Result:
         capfd.readouterr()
-        context = Context(cwd=cwd or tmp_path, environ=dict(os.environ))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        world = {"system_policy": tmp_path / "no-system-policy.json", **world}
+        context = Context(cwd=cwd or tmp_path, environ=dict(os.environ), **world)
         code = main.run(list(args), obj=context)
         out, err = capfd.readouterr()
         result = Result(code, out, err)

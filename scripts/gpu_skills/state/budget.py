@@ -11,13 +11,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC
+from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from gpu_skills import userdirs
-from gpu_skills.clock import Clock, timestamp
+from gpu_skills.clock import Clock, parse_timestamp, timestamp
 from gpu_skills.errors import StateError, UsageError
 from gpu_skills.state import files, journal, registry
 from gpu_skills.state.journal import Reservation
@@ -181,6 +181,66 @@ def settle(
     }
     with files.lock(_accounts(environ)):
         journal.append(path, [event])
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A create that rented nothing, or of which nobody knows yet: result None is an intent without an outcome."""
+
+    intent: str
+    ts: str
+    provider: str | None
+    label: str | None
+    result: str | None
+    reason: str | None
+
+    def to_record(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """attempts, the newest last; of many the last `shown`, `count` in all. bad_offsets: where a line is no record."""
+
+    attempts: tuple[Attempt, ...]
+    count: int
+    bad_lines: int
+    bad_offsets: tuple[int, ...]
+
+
+def failed_creates(project: Project, *, since: datetime | None = None, shown: int = 50) -> Attempts:
+    """The creates in the journal that did not end with a machine. They cost nothing and were still attempts."""
+    creates: dict[str, dict[str, Any]] = {}
+    outcomes: dict[str, dict[str, Any]] = {}
+    bad: list[int] = []
+    for offset, _number, event in journal.scan(project.path("journal.jsonl")):
+        if isinstance(event, journal.Problem):
+            bad.append(offset)
+        elif isinstance(event.get("intent"), str):
+            if event.get("kind") == "intent" and event.get("action") == "create" and not _is_before(event, since):
+                creates[event["intent"]] = event
+            elif event.get("kind") == "outcome":
+                outcomes[event["intent"]] = event
+    found = []
+    for intent, event in creates.items():
+        outcome = outcomes.get(intent, {})
+        if outcome.get("result") == "done":
+            continue
+        words = {key: _text(event.get(key)) for key in ("provider", "label")}
+        answer = {key: _text(outcome.get(key)) for key in ("result", "reason")}
+        found.append(Attempt(intent, str(event.get("ts", "")), **words, **answer))
+    return Attempts(tuple(found[-shown:]), len(found), len(bad), tuple(bad[:20]))
+
+
+def _is_before(event: dict[str, Any], since: datetime | None) -> bool:
+    try:
+        return since is not None and parse_timestamp(event["ts"]) < since
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return False
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _accounts(environ: Mapping[str, str]) -> Path:
