@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from quoted_commands import Quoted, fences, problems, quoted_commands, texts, without_fences
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,9 +167,7 @@ def test_the_tour_of_the_readme_works_as_it_is_written(tmp_path: Path, home: Pat
     launcher = checkout / "scripts" / "gpu"
     launcher.parent.mkdir(parents=True)
     python = f"PYTHONPATH={shlex.quote(str(ROOT / 'scripts'))} exec {shlex.quote(sys.executable)}"
-    launcher.write_text(f'#!/bin/sh
-{python} -m gpu_skills "$@"
-')
+    launcher.write_text(f'#!/bin/sh\n{python} -m gpu_skills "$@"\n')
     launcher.chmod(0o755)
     tour = _section((ROOT / "README.md").read_text(encoding="utf-8"), "Three minutes")
     blocks = [fence.text for fence in fences(tour) if fence.language == "sh" and "ssh" not in fence.text]

@@ -61,10 +61,10 @@ def error_reference() -> str:
     import_everything()
     parts = [
         f"# Errors\n\n{_NOTE}\n",
-        "An error is one line on stderr: what happened, to what, what to do next, and its code in brackets at the end.\n"
-        "With `--json` stdout has\n"
-        '`{"error": {"code", "message", "next_step", "retryable", "may_be_billing", "details"}}`. Branch on the code or on\n'
-        "the exit code; messages may change. A code belongs to one exit code and is never given a second meaning.\n",
+        "An error is one line on stderr: what happened, to what, what to do next, and its code in brackets at the\n"
+        "end. With `--json` stdout has\n"
+        '`{"error": {"code", "message", "next_step", "retryable", "may_be_billing", "details"}}`. Branch on the code\n'
+        "or on the exit code; messages may change. A code belongs to one exit code and never gets a second meaning.\n",
         "`gpu job run` exits with the job's own code, 124 when the job met a time limit, 130 when it was cancelled or\n"
         "watching was interrupted, and 125 for every error below.\n",
     ]
