@@ -144,3 +144,16 @@ def test_killing_the_controller_right_after_the_start_loses_no_job(project, gpu)
     assert document["state"] in ("succeeded", "lost")
     lines = [json.loads(line) for line in ledger.read_text().splitlines()]
     assert [line["id"] for line in lines] == ["J-000001", "J-000001"]
+
+
+def test_jobs_that_overlap_share_the_machines_time(project, gpu):
+    started = gpu("job", "run", "--detach", "--copies", "3", "--json", "--", "sleep 1.5", cwd=project)
+    assert started.exit_code == 0, started.stderr
+    deadline = time.monotonic() + 30
+    while gpu("status", "--json", cwd=project).document["running_jobs"]:
+        assert time.monotonic() < deadline
+        gpu("job", "ls", cwd=project)
+    lines = [json.loads(line) for line in (project / ".pi/gpu/jobs.jsonl").read_text().splitlines()]
+    ends = [line for line in lines if line["status"] == "completed"]
+    alone = sum(line["duration_s"] for line in ends) * 3.6 / 3600
+    assert 0.3 * alone < sum(line["cost_usd"] for line in ends) < 0.75 * alone

@@ -5,6 +5,7 @@ Whichever command sees the end first writes it; the ledger takes only one per id
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.economics.sharing import shared_seconds
-from gpu_skills.errors import StateBusy
+from gpu_skills.errors import ProtocolError, StateBusy
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.remote.tree import parse_manifest
@@ -22,7 +23,9 @@ from gpu_skills.state.project import Project
 from gpu_skills.units import json_number, usd
 
 ARTIFACTS_IN_A_LINE = 50
+ASKED_AT_ONCE = 100  # about 150 answers fit into one
 _EXITS = {"timeout": 124, "cancelled": 130}
+_KEPT_OF_AN_END = ("state", "exit_code", "reason", "message", "started_epoch_s", "duration_s", "outputs")
 
 
 def open_jobs(ledger: Ledger, machine_id: str | None = None) -> list[dict[str, Any]]:
@@ -104,11 +107,14 @@ def sync_events(project: Project, link: Link, job: str) -> None:
 
 def _ask(project: Project, link: Link, jobs: list[str]) -> dict[str, dict[str, Any]]:
     answers: dict[str, dict[str, Any]] = {}
-    for first in range(0, len(jobs), 500):
-        reply = link.session.call("status", {"project": project.project_id, "jobs": jobs[first : first + 500]})
-        for status in reply["jobs"]:
-            if status.get("job") in jobs:
-                answers[status["job"]] = status
+    left = list(jobs)
+    while left:
+        reply = link.session.call("status", {"project": project.project_id, "jobs": left[:ASKED_AT_ONCE]})
+        answered = {status["job"]: status for status in reply["jobs"] if status["job"] in left}
+        if not answered:
+            raise ProtocolError(host=link.host, reason="it tells nothing of the jobs it was asked about")
+        answers |= answered
+        left = [job for job in left if job not in answered]
     return answers
 
 
@@ -143,7 +149,11 @@ def _write_end(
         ending["error"] = reason_text(answer)
         ending["reason"] = answer.get("reason")
     folder.write(
-        "ended", {k: answer.get(k) for k in ("state", "exit_code", "reason", "message", "duration_s", "outputs")}
+        "ended",
+        {
+            k: answer.get(k)
+            for k in ("state", "exit_code", "reason", "message", "started_epoch_s", "duration_s", "outputs")
+        },
     )
     ledger.finish(ending)
 
@@ -179,19 +189,27 @@ def _cost_usd(
 ) -> Decimal:
     """This job's share of the machine's time at its rate, overlapping jobs sharing equally."""
     rate = link.machine.rate_usd_hr
-    start, end = answer.get("started_at"), answer.get("ended_at")
-    if not rate or not isinstance(start, int | float) or not isinstance(end, int | float):
+    mine = _interval(answer)
+    if not rate or mine is None:
         return usd(0)
     others = []
     for other in ledger.jobs_on(link.machine.id):
         if other == job:
             continue
-        status = answers.get(other) or JobFolder(project, other).read("interval")
-        if status and isinstance(status.get("started_at"), int | float):
-            stop = status.get("ended_at")
-            others.append((status["started_at"], stop if isinstance(stop, int | float) else float("inf")))
-    JobFolder(project, job).write("interval", {"started_at": start, "ended_at": end})
-    return usd(Decimal(str(shared_seconds(start, end, others))) * rate / 3600)
+        theirs = _interval(answers.get(other) or JobFolder(project, other).read("ended") or {})
+        if theirs is not None:
+            others.append(theirs)
+    return usd(Decimal(str(shared_seconds(*mine, others))) * rate / 3600)
+
+
+def _interval(answer: dict[str, Any]) -> tuple[float, float] | None:
+    """When a job ran, by the machine's clock; one that still runs has no end."""
+    start = answer.get("started_epoch_s")
+    if not isinstance(start, int | float):
+        return None
+    if answer["state"] == "running":
+        return start, math.inf
+    return start, start + float(answer.get("duration_s") or 0)
 
 
 def _never_started(project: Project, ledger: Ledger, clock: Clock, line: dict[str, Any]) -> None:

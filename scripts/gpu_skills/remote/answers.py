@@ -177,6 +177,7 @@ _STATUS_FIELDS: dict[str, Check] = {
     "reason": _or_none(_str),
     "message": _or_none(_str),
     "started_at": _or_none(_str),
+    "started_epoch_s": _or_none(_number),
     "ended_at": _or_none(_str),
     "duration_s": _or_none(_number),
     "log_bytes": _or_none(_count),

@@ -1270,6 +1270,7 @@ STATUS = [
     "reason",
     "message",
     "started_at",
+    "started_epoch_s",
     "ended_at",
     "duration_s",
     "log_bytes",
@@ -1306,6 +1307,7 @@ def job_status(job: Job, until: float | None = None) -> dict[str, Any]:
     known = read_json(job.file("job.json")) or {}
     answer.update(nonce=known.get("nonce"), state="running", phase=state.get("phase", "preparing"))
     answer.update(started_at=state.get("started_at", known.get("accepted_at")), log_bytes=Log(job).total())
+    answer["started_epoch_s"] = state.get("started_epoch_s")
     if state.get("boot_id") == boot_id():
         answer["duration_s"] = round(max(0.0, boot_clock() - state["started_boot_s"]), 3)
         answer["progress"] = progress_now(state.get("progress"), boot_clock())
@@ -1864,7 +1866,7 @@ def close_job(job: Job, state: dict[str, Any], end: dict[str, Any], ended_epoch_
     known = read_json(job.file("job.json")) or {}
     record = dict(end, job=job.name, nonce=known.get("nonce"), outputs=outputs.summary(), **outputs.skipped_shown())
     record.update(started_at=state.get("started_at", known.get("accepted_at")), ended_at=timestamp(ended_epoch_s))
-    record["duration_s"] = state.get("duration_s", 0.0)
+    record.update(started_epoch_s=state.get("started_epoch_s"), duration_s=state.get("duration_s", 0.0))
     record.update(log_bytes=Log(job).total(), progress=progress_now(state.get("progress"), boot_clock()))
     write_exit(job, record)
     job.project.touch_activity()
