@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -15,6 +16,7 @@ def book(project) -> Ledger:
     made = Ledger(project, FakeClock())
     for n in range(1, 11):
         made.append([{"id": f"J-{n:06d}", "status": "completed", "cost_usd": 0.5, "provider": "vast"}])
+        made.close()  # as at the end of a command
     return made
 
 
@@ -118,6 +120,7 @@ def test_reseal_accepts_a_change_and_keeps_its_reason(book, project):
     assert found.ok and found.sealed_lines == 9
     assert found.accepted == [{"reason": "the first line was a test", "ts": "2026-01-02T03:04:05Z"}]
     book.append([{"status": "failed"}])
+    book.close()
     rewrite(book, lambda lines: lines[1:])
     assert not book.verify().ok
     book.reseal("and the second")
@@ -131,12 +134,41 @@ def test_reseal_accepts_a_change_and_keeps_its_reason(book, project):
     assert not book.verify().ok
 
 
+def test_a_loop_of_appends_is_sealed_as_it_goes_and_to_its_end_when_the_ledger_goes(project, monkeypatch):
+    monkeypatch.setattr(chain, "SEAL_AFTER_BYTES", 1000)
+    book = Ledger(project, FakeClock())
+    head, path = book.head, book.path
+    for n in range(1, 101):
+        book.append([{"id": f"J-{n:06d}", "status": "failed"}])
+    assert 90 <= chain.last_seal(head).lines < 100
+    del book
+    gc.collect()
+    assert chain.last_seal(head).lines == 100 and ledger_verify.verify(path, head).ok
+
+
+def test_a_process_seals_what_it_appended_when_it_ends(project, spawn):
+    program = (
+        "import sys; from pathlib import Path; from gpu_skills.clock import SystemClock\n"
+        "from gpu_skills.state import ledger, project\n"
+        "book = ledger.Ledger(project.load(Path(sys.argv[1])), SystemClock())\n"
+        "book.append([{'status': 'failed'}]); sys.exit(3)"
+    )
+    for _ in range(2):
+        process = spawn(program, project.root)
+        process.communicate(timeout=30)
+        assert process.returncode == 3
+    found = Ledger(project, FakeClock()).verify()
+    assert (found.lines, found.sealed_lines) == (2, 2)
+    assert [s.custody for s in chain.seals(project.path("jobs.head.jsonl"))] == [0, 0]  # nobody else wrote
+
+
 def test_old_seals_are_thinned_to_one_per_thousand_lines(project, monkeypatch):
     monkeypatch.setattr(chain, "_SLACK_BYTES", 20_000)
     book = Ledger(project, FakeClock())
     book.append([{"id": f"J-{n:06d}", "status": "failed"} for n in range(1, 2600)])
     for n in range(3000, 3300):
         book.append([{"id": f"J-{n:06d}", "status": "failed"}])
+        book.close()
     assert book.head.stat().st_size < 60_000
     assert {1000, 2000} <= {s.lines for s in chain.seals(book.head)}
     assert book.verify().ok and book.verify().unsealed_lines == 0

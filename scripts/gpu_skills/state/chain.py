@@ -2,8 +2,9 @@
 
 Beside `jobs.jsonl` lies `jobs.head.jsonl`. Each of its lines seals the file up to an offset:
 `chain` after n lines is SHA-256(chain after n-1 lines ‖ the line's bytes with its newline), before the first line 64
-zeros. It is written after the ledger and is not synced: after a crash it may lag, and the next append seals what is
-there. It can never lead. It guards against accidents: whoever can write the ledger can write the chain.
+zeros. It is written after the ledger, at the latest when the process ends, and is not synced: after a crash it may
+lag, and the next append seals what is there. It can never lead. It guards against accidents: whoever can write the
+ledger can write the chain.
 
 The newest lines of the head lie close together; older ones are thinned to one per 1,000 ledger lines.
 """
@@ -18,10 +19,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpu_skills.errors import GpuError
 from gpu_skills.state import files, journal
 
 CHECKPOINT_LINES = 1000
 ZERO = "0" * 64
+SEAL_AFTER_BYTES = 32 * 1024
 _ENTRY_BYTES = 260  # more than an entry needs
 _SLACK_BYTES = 256 * 1024
 _KEPT = 100
@@ -131,26 +134,62 @@ def pieces(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
             start += len(piece)
 
 
-def seal_appended(
-    path: Path, head: Path, last: Seal | None, *, before: Stamp | None, data: bytes, offset: int
-) -> Seal | None:
-    """Seal everything behind the last seal, after `data` was appended at `offset`. The caller holds the ledger's lock.
+class Sealer:
+    """Seals what one process appends: together, when enough has come together or when it is closed.
 
-    last: the newest seal. before: the stamp the file had before this append. Returns None, and writes nothing, when
-    the file is shorter than what is sealed or was cut inside a line: the evidence stays for `verify`, until someone
-    accepts it with a reason.
+    A seal for each line would cost as much as the line. A process that is killed before it closes leaves a head that
+    lags.
     """
-    last = last or Seal()
-    untouched = last.stamp == before  # both None: the first line of a new ledger
-    if not untouched and (last.offset > (before.size if before else 0) or not _ends_a_line(path, last.offset)):
-        return None
-    custody = last.custody if untouched else last.custody + 1
-    start = Seal(last.offset, last.lines, last.chain, None, custody)
-    if start.offset == offset:
-        fresh = chained(_split(data, offset), start)
-    else:
-        fresh = chained(pieces(path, start.offset), start)
-    return _write(path, head, list(_checkpoints_and_last(fresh)))
+
+    def __init__(self, path: Path, head: Path):
+        self.path, self.head = path, head
+        # The seal that was current before our first append and the file after our last one; None for the first when
+        # somebody else has written in between.
+        self._pending: tuple[Seal | None, Stamp] | None = None
+        self._sealed_bytes = 0
+
+    def appended(self, before: Stamp | None) -> Stamp:
+        """Note an append of ours; the lock is held. before: the stamp it found. Returns the stamp it left."""
+        after = stamp_of(self.path)
+        assert after is not None
+        if self._pending is None:
+            last = last_seal(self.head) or Seal()
+            self._sealed_bytes = last.offset
+            self._pending = (last if last.stamp == before else None, after)
+        else:
+            base, previous = self._pending
+            self._pending = (base if previous == before else None, after)
+        if after.size - self._sealed_bytes >= SEAL_AFTER_BYTES:
+            self.seal_locked()
+        return after
+
+    def seal_locked(self) -> None:
+        """Seal everything behind the last seal; the lock is held.
+
+        Nothing is written when the file is shorter than what is sealed or was cut inside a line: the evidence stays for
+        `verify`, until someone accepts it with a reason.
+        """
+        if self._pending is None:
+            return
+        (base, after), self._pending = self._pending, None
+        last, stamp = last_seal(self.head) or Seal(), stamp_of(self.path)
+        if stamp is None or last.offset > stamp.size or not _ends_a_line(self.path, last.offset):
+            return
+        untouched = base == last and after == stamp
+        start = Seal(last.offset, last.lines, last.chain, None, last.custody if untouched else last.custody + 1)
+        fresh = list(_checkpoints_and_last(chained(pieces(self.path, start.offset), start)))
+        if fresh:
+            fresh[-1] = fresh[-1]._replace(stamp=stamp)
+            _write(self.head, fresh)
+
+    def close(self) -> None:
+        """Seal what is pending, if that is possible without waiting long; never raises."""
+        if self._pending is not None:
+            try:
+                with files.lock(self.path, timeout_s=1):
+                    self.seal_locked()
+            except GpuError:
+                pass  # the head lags; the next append seals
 
 
 def reseal(path: Path, head: Path, *, reason: str, ts: str) -> Seal:
@@ -184,19 +223,14 @@ def _checkpoints_and_last(found: Iterable[Seal]) -> Iterator[Seal]:
         yield last
 
 
-def _write(path: Path, head: Path, fresh: list[Seal]) -> Seal | None:
-    if not fresh:
-        return None
-    newest = fresh[-1]
-    fresh[-1] = newest = Seal(newest.offset, newest.lines, newest.chain, stamp_of(path), newest.custody)
-    wanted_bytes = newest.lines // CHECKPOINT_LINES * _ENTRY_BYTES + _SLACK_BYTES
-    found = stamp_of(head)
+def _write(head: Path, fresh: list[Seal]) -> None:
+    wanted_bytes = fresh[-1].lines // CHECKPOINT_LINES * _ENTRY_BYTES + _SLACK_BYTES
     data = b"".join(files.dumps_line(seal.to_record()) for seal in fresh)
+    found = stamp_of(head)
     if found is not None and found.size > wanted_bytes:
         files.commit(head, _thinned(files.read_bytes(head) or b"") + data)
     else:
         journal.append_locked(head, data, durable=False)
-    return newest
 
 
 def _thinned(head: bytes) -> bytes:
@@ -215,12 +249,6 @@ def _ends_a_line(path: Path, offset: int) -> bool:
     with open(path, "rb") as stream:
         stream.seek(offset - 1)
         return stream.read(1) == b"\n"
-
-
-def _split(data: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
-    for line in data.splitlines(keepends=True):  # made by us: JSON escapes every other line end
-        yield offset, line
-        offset += len(line)
 
 
 def _parse(line: bytes) -> Seal | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,9 @@ from gpu_skills.state.job_record import JOB_ID, STATE
 
 _SAVE_AFTER_BYTES = 1 << 20
 _BULK_BYTES = 4 << 20
+_AT_ONCE_BYTES = 1 << 20
+_MANY_LINES = 1000
+_TAIL_BYTES = 200
 
 
 @dataclass
@@ -21,8 +27,9 @@ class JobIndex:
     offset: int = 0
     open: dict[str, int] = field(default_factory=dict)
     max_number: int = 0
-    custody: int | None = None
     stamp: chain.Stamp | None = None
+    lines_read: int = 0
+    tail: bytes = b""  # what stands just before `offset`
 
     def see(self, identity: Any, status: Any, offset: int) -> None:
         if not isinstance(identity, str) or not JOB_ID.fullmatch(identity) or status not in STATE:
@@ -33,32 +40,44 @@ class JobIndex:
         else:
             self.open.pop(identity, None)
 
+    def move_to(self, offset: int, stamp: chain.Stamp, read: bytes) -> None:
+        self.offset, self.stamp, self.tail = offset, stamp, read[-_TAIL_BYTES:]
 
-def refresh(index: JobIndex | None, ledger: Path, seal: chain.Seal | None, cache: Path, *, may_save: bool) -> JobIndex:
+    def goes_on(self, ledger: Path, stamp: chain.Stamp) -> bool:
+        """Whether the file only grew since, as far as its inode and the end of what was read tell.
+
+        That is enough within one process; what a process finds on disk is checked as prefix_cache does.
+        """
+        if self.stamp == stamp:
+            return True
+        if self.stamp is None or not self.tail or self.stamp.inode != stamp.inode or stamp.size < self.offset:
+            return False
+        with open(ledger, "rb", buffering=0) as stream:
+            return os.pread(stream.fileno(), len(self.tail), self.offset - len(self.tail)) == self.tail
+
+
+def refresh(index: JobIndex | None, ledger: Path, head: Path, cache: Path, *, may_save: bool) -> JobIndex:
     """The index of the ledger as it is now: from the one in memory, the one on disk, or from the beginning."""
     stamp = chain.stamp_of(ledger)
     if stamp is None:
         return JobIndex()
-    if index is None or not (index.stamp == stamp or chain.still_true(seal, stamp, index.custody)):
-        index = _from_cache(cache, ledger, seal)
+    if index is None or not index.goes_on(ledger, stamp):
+        index = _from_cache(cache, ledger, head, may_save)
     began = index.offset
     if began == stamp.size and index.stamp == stamp:
         return index
-    if stamp.size - began > _BULK_BYTES:
-        _read_bulk(index, ledger, stamp.size)
-    else:
-        _read(index, ledger, stamp.size)
+    index.lines_read += _read(index, ledger, stamp.size)
     index.stamp = stamp
-    index.custody = seal.custody if seal is not None and seal.stamp == stamp else None
     if may_save and stamp.size >= prefix_cache.WORTHWHILE_BYTES and index.offset - began > _SAVE_AFTER_BYTES:
         sums = prefix_cache.checksums(ledger, 0, index.offset)
         data = {"open": index.open, "max_number": index.max_number}
-        prefix_cache.save(cache, prefix_cache.Prefix(index.offset, sums, data), stamp=stamp, seal=seal)
+        prefix = prefix_cache.Prefix(index.offset, sums, data)
+        prefix_cache.save(cache, prefix, stamp=stamp, seal=chain.last_seal(head))
     return index
 
 
-def _from_cache(cache: Path, ledger: Path, seal: chain.Seal | None) -> JobIndex:
-    prefix = prefix_cache.load(cache, ledger, seal)
+def _from_cache(cache: Path, ledger: Path, head: Path, may_save: bool) -> JobIndex:
+    prefix = prefix_cache.load(cache, ledger, chain.last_seal(head), may_save=may_save)
     try:
         if prefix is not None:
             return JobIndex(prefix.offset, dict(prefix.data["open"]), int(prefix.data["max_number"]))
@@ -67,22 +86,52 @@ def _from_cache(cache: Path, ledger: Path, seal: chain.Seal | None) -> JobIndex:
     return JobIndex()
 
 
-def _read(index: JobIndex, ledger: Path, size: int) -> None:
-    for offset, _number, line in journal.raw_lines(ledger, index.offset, stop=size):
+def _read(index: JobIndex, ledger: Path, size: int) -> int:
+    """Fold the lines behind `index.offset`; return how many. What cannot be read is passed over: `verify` tells it."""
+    decode = _decoder(index, size)
+    count = 0
+    for offset, line in _lines(ledger, index.offset, size):
         if not line.endswith(b"\n"):
             if len(line) <= journal.MAX_LINE_BYTES:
-                return  # torn: read again when it is whole
+                break  # torn: read again when it is whole
             continue  # longer than any line of ours
-        index.offset = offset + len(line)
+        count += 1
+        index.offset, index.tail = offset + len(line), line[-_TAIL_BYTES:]
         try:
+            identity, status = decode(line)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        index.see(identity, status, offset)
+    return count
+
+
+def _lines(ledger: Path, start: int, size: int) -> Iterator[tuple[int, bytes]]:
+    if size - start > _AT_ONCE_BYTES:
+        yield from ((offset, line) for offset, _number, line in journal.raw_lines(ledger, start, stop=size))
+        return
+    with open(ledger, "rb", buffering=0) as stream:
+        data = os.pread(stream.fileno(), size - start, start)
+    for line in data.split(b"\n"):
+        end = start + len(line) + 1
+        if line or end <= size:
+            yield start, line + b"\n" if end <= size else line
+        start = end
+
+
+def _decoder(index: JobIndex, size: int) -> Callable[[bytes], tuple[Any, Any]]:
+    """From a line to its id and status. The fast one is worth its import from a few hundred lines on."""
+    if size - index.offset < _BULK_BYTES and index.lines_read < _MANY_LINES:
+
+        def slow(line: bytes) -> tuple[Any, Any]:
             record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # `verify` reports it
-        if isinstance(record, dict):
-            index.see(record.get("id"), record.get("status"), offset)
+            return record["id"], record["status"]
+
+        return slow
+    return _fast_decoder()
 
 
-def _read_bulk(index: JobIndex, ledger: Path, size: int) -> None:
+@functools.cache
+def _fast_decoder() -> Callable[[bytes], tuple[str, str]]:
     import msgspec
 
     class Line(msgspec.Struct, gc=False):
@@ -90,14 +139,9 @@ def _read_bulk(index: JobIndex, ledger: Path, size: int) -> None:
         status: str
 
     decode = msgspec.json.Decoder(Line).decode
-    for offset, _number, line in journal.raw_lines(ledger, index.offset, stop=size):
-        if not line.endswith(b"\n"):
-            if len(line) <= journal.MAX_LINE_BYTES:
-                return
-            continue
-        index.offset = offset + len(line)
-        try:
-            seen = decode(line)
-        except (msgspec.DecodeError, RecursionError):  # ValidationError and bad UTF-8 are among them
-            continue
-        index.see(seen.id, seen.status, offset)
+
+    def fast(line: bytes) -> tuple[str, str]:
+        seen = decode(line)
+        return seen.id, seen.status
+
+    return fast

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -39,7 +40,8 @@ class Ledger:
         self._cache = project.path("jobs.index.json")
         self.charges = project.path("charges.jsonl")
         self._known: job_index.JobIndex | None = None
-        self._seal: tuple[chain.Stamp | None, chain.Seal | None] | None = None
+        self._sealer = chain.Sealer(self.path, self.head)
+        weakref.finalize(self, _close, self._sealer)
 
     # writing ----------------------------------------------------------------------------------------------------
 
@@ -123,7 +125,12 @@ class Ledger:
                 "details": {"chain_before": before.chain, "lines_before": before.lines},
             }
             journal.append_locked(self.project.path("journal.jsonl"), files.dumps_line(event))
+            self._sealer.seal_locked()
             return chain.reseal(self.path, self.head, reason=reason, ts=now)
+
+    def close(self) -> None:
+        """Seal what this object appended. It happens by itself when the object goes or the process ends in order."""
+        self._sealer.close()
 
     # reading ----------------------------------------------------------------------------------------------------
 
@@ -195,9 +202,10 @@ class Ledger:
         return query.run(program, lines, timeout_s=timeout_s)
 
     def verify(self) -> Verification:
-        """Check every line against the schema and the chain; nothing is changed."""
+        """Check every line against the schema and the chain; no line is changed."""
         from gpu_skills.state import ledger_verify
 
+        self.close()
         return ledger_verify.verify(self.path, self.head)
 
     def spend(
@@ -229,15 +237,8 @@ class Ledger:
 
     def _index(self) -> job_index.JobIndex:
         may_save = not self.project.is_read_only
-        self._known = job_index.refresh(self._known, self.path, self._last_seal(), self._cache, may_save=may_save)
+        self._known = job_index.refresh(self._known, self.path, self.head, self._cache, may_save=may_save)
         return self._known
-
-    def _last_seal(self) -> chain.Seal | None:
-        """The newest seal; read again only when the head file has changed."""
-        stamp = chain.stamp_of(self.head)
-        if self._seal is None or self._seal[0] != stamp:
-            self._seal = (stamp, chain.last_seal(self.head))
-        return self._seal[1]
 
     def _completed(self, record: dict[str, Any], number: int | None = None) -> dict[str, Any]:
         """The record as a line: money rounded, time filled in, checked."""
@@ -261,30 +262,15 @@ class Ledger:
             raise UsageError(f"a record is not JSON: {exc}", next_step="gpu ledger append --help") from exc
         if any(len(line) > journal.MAX_LINE_BYTES for line in encoded):
             raise UsageError("a record is larger than 8 MB", next_step="put large inputs into a file and name it")
-        assert self._known is not None and self._seal is not None  # `_index` was asked under this lock
-        before, last = self._known.stamp, self._seal[1]
-        data = b"".join(encoded)
-        offset, _length = journal.append_locked(self.path, data)
-        seal = chain.seal_appended(self.path, self.head, last, before=before, data=data, offset=offset)
-        self._note_appended(lines, encoded, offset, before, seal)
-
-    def _note_appended(
-        self,
-        lines: list[dict[str, Any]],
-        encoded: list[bytes],
-        offset: int,
-        before: chain.Stamp | None,
-        seal: chain.Seal | None,
-    ) -> None:
-        """Keep what is in memory true after our own append, so that a loop of appends reads nothing back."""
-        self._seal = (chain.stamp_of(self.head), seal) if seal is not None else None
-        known = self._known
-        if known is None or seal is None or known.offset != offset or (before is not None and known.stamp != before):
-            return
-        for line, data in zip(lines, encoded, strict=True):
-            known.see(line["id"], line["status"], offset)
-            offset += len(data)
-        known.offset, known.stamp, known.custody = offset, seal.stamp, seal.custody
+        index = self._known
+        assert index is not None  # `_index` was asked under this lock
+        offset, _length = journal.append_locked(self.path, b"".join(encoded))
+        after = self._sealer.appended(index.stamp)
+        if offset == index.offset:  # else there was a torn line: the next look reads it
+            for line, data in zip(lines, encoded, strict=True):
+                index.see(line["id"], line["status"], offset)
+                offset += len(data)
+            index.move_to(offset, after, encoded[-1])
 
     def _refuse_contradictions(self, lines: list[dict[str, Any]]) -> None:
         """An id starts once and ends once, on disk and within the new lines."""
@@ -356,6 +342,10 @@ def read_records(data: bytes, name: str) -> list[dict[str, Any]]:
     if not records:
         raise UsageError(f"{name} has no records", next_step="gpu ledger append --help")
     return records
+
+
+def _close(sealer: chain.Sealer) -> None:
+    sealer.close()
 
 
 def _largest_number(folder: Path) -> int:

@@ -32,7 +32,7 @@ class Prefix:
     data: Any
 
 
-def load(cache: Path, ledger: Path, seal: chain.Seal | None) -> Prefix | None:
+def load(cache: Path, ledger: Path, seal: chain.Seal | None, *, may_save: bool) -> Prefix | None:
     """The cached prefix, None when there is none or it is not true any more. Never fails: a cache is a convenience."""
     stamp = chain.stamp_of(ledger)
     if stamp is None or stamp.size < WORTHWHILE_BYTES:
@@ -45,8 +45,13 @@ def load(cache: Path, ledger: Path, seal: chain.Seal | None) -> Prefix | None:
         prefix = Prefix(record["offset"], [tuple(s) for s in record["sums"]], record["data"])
         if not 0 < prefix.offset <= stamp.size:
             return None
-        is_known = _same_file(record["stamp"], stamp) or chain.still_true(seal, stamp, record["custody"])
-        return prefix if is_known or _sums_match(ledger, prefix.sums) else None
+        if chain.still_true(seal, stamp, record["custody"]):
+            return prefix
+        if not _same_file(record["stamp"], stamp) and not _sums_match(ledger, prefix.sums):
+            return None
+        if may_save and seal is not None and seal.stamp == stamp:
+            save(cache, prefix, stamp=stamp, seal=seal)  # next time its custody says so at once
+        return prefix
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

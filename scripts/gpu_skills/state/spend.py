@@ -154,7 +154,7 @@ def _cached(ledger: Path, head: Path, *, may_save: bool) -> Sums:
     if stamp is None:
         return Sums()
     cache, seal = ledger.with_name("jobs.spend.json"), chain.last_seal(head)
-    sums = _from_prefix(prefix_cache.load(cache, ledger, seal))
+    sums = _from_prefix(prefix_cache.load(cache, ledger, seal, may_save=may_save))
     began = sums.end
     sums.add(_scan(ledger, JOB, start=began, end=stamp.size))
     worthwhile = stamp.size >= prefix_cache.WORTHWHILE_BYTES and sums.end - began > _SAVE_AFTER_BYTES
