@@ -40,6 +40,18 @@ class Result:
         return self.document["error"]
 
 
+class Terminal(io.StringIO):
+    """Standard input that somebody could type at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal() -> Terminal:
+    return Terminal()
+
+
 @pytest.fixture
 def gpu(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """gpu("job", "run", "--json", …, cwd=None) → Result. Every JSON document is checked against schemas/cli.
@@ -48,9 +60,10 @@ def gpu(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     """
     from gpu_skills import schemas
 
-    def call(*args: str, cwd: Path | None = None, stdin: bytes = b"", **world: Any) -> Result:
+    def call(*args: str, cwd: Path | None = None, stdin: bytes | Terminal = b"", **world: Any) -> Result:
         capfd.readouterr()
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        stream = stdin if isinstance(stdin, Terminal) else io.TextIOWrapper(io.BytesIO(stdin))
+        monkeypatch.setattr(sys, "stdin", stream)
         world = {"system_policy": tmp_path / "no-system-policy.json", **world}
         context = Context(cwd=cwd or tmp_path, environ=dict(os.environ), **world)
         code = main.run(list(args), obj=context)

@@ -229,6 +229,8 @@ def _is_strict(line: bytes, row: _Line) -> bool:
         return False
     body = line[:-1]
     try:
+        if body.count(b"[") + body.count(b"{") > strict_json.MAX_DEPTH:
+            strict_json.loads(body)
         if _encode(row) == body or _encode(_decode_any(body)) == body:
             return True
         strict_json.loads(body)
