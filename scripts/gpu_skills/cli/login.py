@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import click
@@ -34,12 +33,5 @@ def login(context: Context, provider: str) -> Output:
     path = credentials.store_path(context.environ)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def with_token(old: bytes | None) -> bytes:
-        try:
-            record = json.loads(old) if old else {}
-        except ValueError:
-            record = {}
-        return files.dumps_pretty({**record, provider: token})
-
-    files.update(path, with_token)
+    files.update(path, lambda stored: {**(stored if isinstance(stored, dict) else {}), provider: token}, default={})
     return Output({"provider": provider, "stored_in": str(path)}, f"stored in {path}; jobs get it as HF_TOKEN")
