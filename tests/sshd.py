@@ -46,6 +46,11 @@ class Sshd:
         return self.folder / "id"
 
     @property
+    def home(self) -> Path:
+        """The home directory of its sessions."""
+        return self.folder / "home"
+
+    @property
     def client_config(self) -> Path:
         return self.folder / "client_config"
 
@@ -99,8 +104,8 @@ def start_sshd(
 ) -> Iterator[Sshd]:
     """A server with its files in `folder` (made when missing).
 
-    environment: variables of every session there (PATH, HOME …). settings: further lines of sshd_config.
-    identity: a key pair to let in, in place of a new one.
+    environment: variables of every session there; HOME is an empty folder of the server's own unless it is named.
+    settings: further lines of sshd_config. identity: a key pair to let in, in place of a new one.
     """
     if SSHD is None:
         raise RuntimeError("no OpenSSH server here: scripts/test installs it")
@@ -112,9 +117,9 @@ def start_sshd(
         for ending in ("", ".pub"):
             shutil.copy(f"{identity}{ending}", folder / f"id{ending}")
     shutil.copy(folder / "id.pub", folder / "authorized_keys")
-    lines = list(settings)
-    if environment:
-        lines.append("SetEnv " + " ".join(f'{name}="{value}"' for name, value in environment.items()))
+    (folder / "home").mkdir(exist_ok=True)
+    variables = {"HOME": str(folder / "home"), **(environment or {})}
+    lines = [*settings, "SetEnv " + " ".join(f'{name}="{value}"' for name, value in variables.items())]
     port, process = _start_on_a_free_port(folder, lines)
     server = Sshd(folder, port, process, _settings=lines)
     server.client_config.write_text(
@@ -180,6 +185,7 @@ def _launch(folder: Path, port: int, lines: Sequence[str]) -> subprocess.Popen[b
     (folder / "sshd_config").write_text(
         "\n".join(
             [
+                *lines,  # first, because sshd takes the first value it reads
                 f"Port {port}",
                 "ListenAddress 127.0.0.1",
                 f"HostKey {folder}/host_key",
@@ -196,7 +202,6 @@ def _launch(folder: Path, port: int, lines: Sequence[str]) -> subprocess.Popen[b
                 "PrintMotd no",
                 "PrintLastLog no",
                 "Subsystem sftp internal-sftp",
-                *lines,
                 "",
             ]
         )

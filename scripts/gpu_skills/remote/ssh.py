@@ -13,6 +13,7 @@ import shlex
 import socket
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,7 +256,7 @@ class _ProxyStream:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                ["/bin/sh", "-c", command],
+                ["/bin/sh", "-c", f"exec {command}"],
                 stdin=theirs,
                 stdout=theirs,
                 stderr=subprocess.PIPE,
@@ -452,6 +453,18 @@ def translated(host: str, user: str) -> Iterator[None]:
         if isinstance(cause, OSError) and _is_denied(cause):
             raise NetworkDenied(reason=_words(cause)) from exc
         raise Unreachable(host=host, reason=_words(cause)) from exc
+    except Exception as exc:
+        # paramiko hands on whatever its thread met: a hostile packet may be an IndexError or a bad authentication tag.
+        if not _comes_from_paramiko(exc):
+            raise
+        raise Unreachable(host=host, reason=f"it breaks the SSH protocol ({_words(exc)})") from exc
+
+
+def _comes_from_paramiko(exc: BaseException) -> bool:
+    if type(exc).__module__.startswith("paramiko"):
+        return True
+    frames = traceback.walk_tb(exc.__traceback__)
+    return any(frame.f_globals.get("__name__", "").startswith("paramiko") for frame, _ in frames)
 
 
 def _is_denied(exc: OSError) -> bool:
@@ -465,7 +478,10 @@ def _words(exc: BaseException) -> str:
         return "no answer in time"
     if isinstance(exc, EOFError):
         return "the connection closed"
-    text = (exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)) or type(exc).__name__
+    try:
+        text = (exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)) or type(exc).__name__
+    except Exception:  # one of paramiko's cannot be printed
+        text = type(exc).__name__
     if "protocol banner" in text:
         return f"no SSH banner within {BANNER_TIMEOUT_S:g} s"
     return one_line(text, limit=300)

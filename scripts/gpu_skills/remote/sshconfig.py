@@ -210,7 +210,7 @@ def _jump_command(jump: str, options: tuple[str, ...]) -> str:
     if port:
         argv += ["-p", port]
     quoted = " ".join(shlex.quote(part).replace("%", "%%") for part in argv)
-    return f"exec {quoted} -W '[%h]:%p' -- {shlex.quote(user_host).replace('%', '%%')}"
+    return f"{quoted} -W '[%h]:%p' -- {shlex.quote(user_host).replace('%', '%%')}"
 
 
 def _split_port(hop: str) -> tuple[str, str]:
