@@ -45,6 +45,7 @@ JOB_ID = re.compile(r"J-\d{6,18}")
 MAX_INPUT_BYTES = 1024
 
 _TEXT_OR_NULL = ("deployment_id", "provider", "model", "workflow", "gpu", "error", "machine_id", "reason")
+_TEXTS = (str, type(None))
 _TIME_OR_NULL = ("started_at", "completed_at")
 _AMOUNT_OR_NULL = ("duration_s", "cost_usd")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)")
@@ -97,17 +98,22 @@ def is_plainly_valid(record: Any) -> bool:
     """
     if not isinstance(record, dict):
         return False
-    identity, status, inputs = record.get("id"), record.get("status"), record.get("inputs")
-    version, artifacts, exit_code = record.get("workflow_version"), record.get("artifacts"), record.get("exit_code")
+    get = record.get
+    identity, status, version, exit_code = get("id"), get("status"), get("workflow_version"), get("exit_code")
+    inputs, artifacts = get("inputs"), get("artifacts")
+    if type(identity) is not str or not JOB_ID.fullmatch(identity) or type(status) is not str or status not in STATE:
+        return False
+    for key in _TEXT_OR_NULL:
+        if type(get(key)) not in _TEXTS:
+            return False
+    for key in _AMOUNT_OR_NULL:
+        if get(key) is not None and not _is_amount(record[key]):
+            return False
+    for key in _TIME_OR_NULL:
+        if get(key) is not None and not _is_time(record[key]):
+            return False
     return (
-        type(identity) is str
-        and JOB_ID.fullmatch(identity) is not None
-        and type(status) is str
-        and status in STATE
-        and _is_time(record.get("ts"))
-        and all(record.get(key) is None or type(record[key]) is str for key in _TEXT_OR_NULL)
-        and all(record.get(key) is None or _is_time(record[key]) for key in _TIME_OR_NULL)
-        and all(record.get(key) is None or _is_amount(record[key]) for key in _AMOUNT_OR_NULL)
+        _is_time(get("ts"))
         and (inputs is None or type(inputs) is dict)
         and (version is None or type(version) in (str, int))
         and (exit_code is None or type(exit_code) is int)

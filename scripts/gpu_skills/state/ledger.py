@@ -260,7 +260,7 @@ class Ledger:
             encoded = [files.dumps_line(line) for line in lines]
         except (ValueError, TypeError, RecursionError, UnicodeEncodeError) as exc:
             raise UsageError(f"a record is not JSON: {exc}", next_step="gpu ledger append --help") from exc
-        if any(len(line) > journal.MAX_LINE_BYTES for line in encoded):
+        if len(max(encoded, key=len, default=b"")) > journal.MAX_LINE_BYTES:
             raise UsageError("a record is larger than 8 MB", next_step="put large inputs into a file and name it")
         index = self._known
         assert index is not None  # `_index` was asked under this lock
@@ -275,11 +275,9 @@ class Ledger:
     def _refuse_contradictions(self, lines: list[dict[str, Any]]) -> None:
         """An id starts once and ends once, on disk and within the new lines."""
         index = self._index()
-        older = {
-            line["id"] for line in lines if int(line["id"][2:]) <= index.max_number and line["id"] not in index.open
-        }
-        ended = self._present(older)
-        running = set(index.open)
+        older = [line["id"] for line in lines if int(line["id"][2:]) <= index.max_number]
+        ended = self._present({job for job in older if job not in index.open}) if older else set()
+        running: set[str] = set()
         for number, line in enumerate(lines, 1):
             job = line["id"]
             if job in ended:
@@ -289,7 +287,7 @@ class Ledger:
                 )
             if line["status"] != "running":
                 ended.add(job)
-            elif job in running:
+            elif job in running or job in index.open:
                 raise UsageError(f"record {number}: {job} has already started", next_step=f"gpu job status {job}")
             else:
                 running.add(job)
