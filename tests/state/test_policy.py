@@ -11,7 +11,7 @@ import pytest
 
 from gpu_skills import resources, userdirs
 from gpu_skills.errors import OverCeiling, PolicyMissing, StateNewer, UsageError
-from gpu_skills.state import policy
+from gpu_skills.state import policy, quick_check
 from gpu_skills.state.policy import Spent, check, combine, require, what_is_left
 
 ALICE = "alice@x ssh-ed25519 AAAAC3alice alice's key"
@@ -343,3 +343,14 @@ def test_an_amount_that_is_no_amount_is_refused_before_it_is_compared(name, valu
         return
     with pytest.raises(UsageError, match=name):
         asked(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "case", json.loads((Path(__file__).parents[1] / "schemas/cases/policy.json").read_text())["bad"]
+)
+def test_the_quick_look_at_a_policy_lets_nothing_pass_that_its_schema_refuses(case):
+    assert not quick_check.fits(case[0], "policy")
+
+
+def test_the_quick_look_takes_the_policy_that_gpu_init_writes():
+    assert quick_check.fits(json.loads(resources.template("policy.json").read_text()), "policy")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_skills.errors import OverCeiling, PolicyMissing, StateError, StateNewer, UsageError
-from gpu_skills.state import files, strict_json
+from gpu_skills.state import files, quick_check, strict_json
 from gpu_skills.state.project import SCHEMA_VERSION, Project
 from gpu_skills.units import format_usd, json_number, usd
 from gpu_skills.userdirs import config_dir
@@ -147,6 +147,8 @@ def _read(origin: str, path: Path) -> dict[str, Any] | None:
     version = content.get("schema_version", SCHEMA_VERSION)
     if type(version) is int and version > SCHEMA_VERSION:
         raise StateNewer(file=shown, found=version, known=SCHEMA_VERSION)
+    if quick_check.fits(content, "policy"):
+        return content
     from gpu_skills import schemas
 
     for problem in schemas.problems(content, "policy"):

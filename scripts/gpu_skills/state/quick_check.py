@@ -40,6 +40,9 @@ def _schema(name: str) -> dict[str, Any]:
 def _fits(value: Any, schema: Any) -> bool:
     if isinstance(schema, bool):
         return schema
+    if schema.get("additionalProperties") is False and isinstance(value, dict):
+        if not value.keys() <= schema.get("properties", {}).keys():
+            return False
     return all(_holds(keyword, rule, value) for keyword, rule in schema.items() if keyword not in _SAYS_NOTHING)
 
 
@@ -55,8 +58,8 @@ def _holds(keyword: str, rule: Any, value: Any) -> bool:
             return not isinstance(value, dict) or all(key in value for key in rule)
         case "properties":
             return not isinstance(value, dict) or all(_fits(value[k], s) for k, s in rule.items() if k in value)
-        case "additionalProperties" if isinstance(rule, dict):
-            return False
+        case "additionalProperties":
+            return not isinstance(rule, dict)  # `false` is asked in `_fits`, which knows the properties
         case "items":
             return not isinstance(value, list) or all(_fits(item, rule) for item in value)
         case "pattern":
