@@ -253,3 +253,22 @@ def test_copies_start_the_same_job_several_times_with_an_index_each(project, gpu
     said = [gpu("job", "logs", job).stdout for job in ("J-000001", "J-000002", "J-000003")]
     assert said == ["0 of 3\n", "1 of 3\n", "2 of 3\n"]
     assert gpu("job", "run", "--copies", "2", "--json", "--", "true").exit_code == 125
+
+
+def test_options_before_the_command_do_not_change_how_job_run_fails(project, gpu):
+    refused = gpu("--mode", "audit", "job", "run", "--json", "--", "true")
+    assert refused.exit_code == 125
+
+
+def test_a_job_the_machine_never_got_is_lost_at_the_first_look(project, gpu):
+    gpu("setup", "--json")
+    folder = project / ".pi/gpu/jobs/J-000001"
+    folder.mkdir(parents=True)
+    machine = gpu("machine", "ls", "--json").document["machines"][0]["id"]
+    (folder / "job.json").write_text(json.dumps({"id": "J-000001", "nonce": "0" * 16, "machine_id": machine}))
+    line = {"id": "J-000001", "status": "running", "machine_id": machine, "provider": "local"}
+    line |= {"started_at": "2026-01-01T00:00:00Z", "ts": "2026-01-01T00:00:00Z"}
+    (project / ".pi/gpu/jobs.jsonl").write_text(json.dumps(line) + "\n")
+    document = gpu("job", "status", "--json").document
+    assert document["state"] == "lost" and document["reason"] == "never_started"
+    assert gpu("job", "status", "--json").document["state"] == "lost"

@@ -180,6 +180,8 @@ def status(context: Context, job_id: str | None) -> Output:
     if context.ledger.is_open(line):
         answer = _ask(context, line["id"])
         line = context.ledger.latest(line["id"]) or line
+        if not context.ledger.is_open(line):
+            answer = None  # the ledger has the end now, also one the machine knows nothing of
     document = job_document(context, line["id"], answer, line)
     if context.ledger.is_open(line) and JobFolder(context.project, line["id"]).events.exists():
         document["events"] = _events(context, line["id"])

@@ -90,7 +90,11 @@ def run(args: list[str], obj: object | None = None) -> int:
 def _named(args: list[str]) -> click.Command | None:
     """The command these arguments name, found without running anything: it decides how failures exit."""
     found: click.Command | None = gpu
-    for arg in args:
+    takes_value = {name for p in gpu.params if not getattr(p, "is_flag", True) for name in p.opts}
+    words = iter(args)
+    for arg in words:
+        if arg in takes_value:
+            next(words, None)
         if arg.startswith("-"):
             continue
         if not isinstance(found, LazyGroup) or arg not in found.lazy:

@@ -19,7 +19,7 @@ from gpu_skills.units import format_usd
 )
 @click.option("--jobs", is_flag=True, help="Write gpu.yaml for jobs: runtime.engine none and the default image.")
 @click.option(
-    "--min-vram-gb", type=click.FloatRange(min=0, min_open=True, max=10_000), help="GPU memory the work needs."
+    "--min-vram-gb", type=click.FloatRange(min=0, max=10_000), help="Memory each GPU needs; 0: none is needed."
 )
 @click.option("--provider", metavar="P", help="local (this machine) or ssh (a host of yours).")
 @click.option("--host", metavar="NAME", help="With ssh: a name from hosts.yaml or your SSH configuration.")

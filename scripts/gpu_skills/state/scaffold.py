@@ -35,7 +35,7 @@ def write_gpu_yaml(
     if host is not None:
         text = _set(text, "host", _scalar(host), file=path)
     if min_vram_gb is not None:
-        text = _set(text, "min_vram_gb", f"{min_vram_gb:g}", file=path)
+        text = _set(text, "min_vram_gb", f"{min_vram_gb:g}" if min_vram_gb else "null", file=path)
     if jobs:
         text = _set(text, "engine", "none", file=path)
     data = text.encode("utf-8")
