@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,11 +160,10 @@ class Ledger:
         word = None if status is None else job_record.ledger_word(status)
         last: dict[str, dict[str, Any]] = {}
         first_at: dict[str, int] = {}
-        for offset, block in journal.blocks_backward(self.path):
-            for record in reversed(list(_records(block))):
+        for offset, block in journal.blocks_backward(self.path, 1 << 20 if limit is None else 1 << 16):
+            for position, record in reversed(list(_records(block, offset))):
                 last.setdefault(record["id"], record)
-            for position, record in _records_with_offset(block, offset):
-                first_at[record["id"]] = min(position, first_at.get(record["id"], position))
+                first_at[record["id"]] = position
             # A job whose first line lies further back started before all of these did.
             if limit is not None and offset > 0:
                 started_here = [r for r in last.values() if word is None or r["status"] == word]
@@ -366,11 +365,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _records(block: bytes) -> Iterable[dict[str, Any]]:
-    return (record for line in block.split(b"\n") if (record := _record(line)) is not None)
-
-
-def _records_with_offset(block: bytes, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _records(block: bytes, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
     for line in block.split(b"\n"):
         if (record := _record(line)) is not None:
             yield offset, record
