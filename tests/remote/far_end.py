@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +16,10 @@ from gpu_skills.errors import Unreachable
 from gpu_skills.remote.session import Session
 from gpu_skills.remote.ssh import SshTransport
 from gpu_skills.remote.sshconfig import SshEndpoint
+from gpu_skills.remote.tree import Entry, Tree
 from sshd import Sshd
 
-RUNNER_SOURCE = b"# a runner in name only\n"
+FAKE_RUNNER = b"# a runner in name only\n"
 
 
 def transport_to(server: Sshd, tmp_path: Path, **options: object) -> SshTransport:
@@ -26,6 +30,31 @@ def transport_to(server: Sshd, tmp_path: Path, **options: object) -> SshTranspor
 
 def session_to(server: Sshd, tmp_path: Path, **options: object) -> Session:
     return Session.open(transport_to(server, tmp_path, **options), root=str(tmp_path / "root"))
+
+
+def programs(tmp_path: Path, *names: str) -> str:
+    """A PATH with these programs and nothing else."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for name in names:
+        # Not what a version manager puts first on PATH: its shims need programs of their own.
+        (folder / name).symlink_to(shutil.which(name, path="/usr/bin:/bin"))
+    return str(folder)
+
+
+def tree_of(folder: Path, *, keep_data: bool = False) -> Tree:
+    entries = []
+    for path in sorted(folder.rglob("*")):
+        name = os.fsencode(path.relative_to(folder))
+        if path.is_dir():
+            if not any(path.iterdir()):
+                entries.append(Entry(name, is_dir=True))
+            continue
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        mode = path.stat().st_mode & 0o777
+        entries.append(Entry(name, len(content), mode, digest, data=content if keep_data else None))
+    return Tree(folder, entries)
 
 
 # a machine of bytes -------------------------------------------------------------------------------------------------
@@ -112,6 +141,9 @@ class ScriptedChannel:
         self.is_closed = True
 
 
+HELLO = greeting(hashlib.sha256(FAKE_RUNNER).hexdigest())
+
+
 # a network that breaks ----------------------------------------------------------------------------------------------
 
 
@@ -126,6 +158,7 @@ class CuttingProxy:
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self.connections = 0
+        self.bytes_up = 0
         self.port = self._server.getsockname()[1]
         self._run(self._accept)
 
@@ -155,9 +188,9 @@ class CuttingProxy:
             self.connections += 1
             self._sockets += [near, far]
             for source, target, limits in ((near, far, self._up), (far, near, self._down)):
-                self._run(self._forward, source, target, limits.pop(0) if limits else None)
+                self._run(self._forward, source, target, limits.pop(0) if limits else None, limits is self._up)
 
-    def _forward(self, source: socket.socket, target: socket.socket, limit: int | None) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket, limit: int | None, is_up: bool) -> None:
         moved = 0
         with contextlib.suppress(OSError):
             while chunk := source.recv(1 << 16):
@@ -165,6 +198,8 @@ class CuttingProxy:
                     break
                 target.sendall(chunk)
                 moved += len(chunk)
+                if is_up:
+                    self.bytes_up += len(chunk)
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

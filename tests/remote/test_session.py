@@ -26,26 +26,17 @@ from gpu_skills.errors import (
 from gpu_skills.remote.answers import JobExists, MachineBusy, SessionExpired
 from gpu_skills.remote.session import Frame, Session
 from gpu_skills.remote.transport import LocalTransport, login_environment
-from remote.far_end import ScriptedTransport, data, greeting, ok, refused
+from remote.far_end import FAKE_RUNNER, HELLO, ScriptedTransport, data, greeting, ok, refused
 
-RUNNER = b"# a runner in name only\n"
-DIGEST = hashlib.sha256(RUNNER).hexdigest()
-HELLO = greeting(DIGEST)
+DIGEST = hashlib.sha256(FAKE_RUNNER).hexdigest()
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Path:
-    path = tmp_path / "runner.py"
-    path.write_bytes(RUNNER)
-    return path
-
-
-@pytest.fixture
-def talk(runner: Path):
+def talk(fake_runner: Path):
     """`talk([chunk, …], …)`: a session with a machine of that script, one list per connection."""
 
     def start(*connections: list[bytes | None]) -> Session:
-        return Session.open(ScriptedTransport(*connections), runner=runner)
+        return Session.open(ScriptedTransport(*connections), runner=fake_runner)
 
     return start
 

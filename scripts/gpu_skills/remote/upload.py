@@ -217,13 +217,11 @@ def _open(tree: Tree, entry: Entry) -> int:
 
 
 def _read_whole(tree: Tree, entry: Entry) -> bytes:
+    """As much as was hashed: a file that only grew since then is sent as it was."""
     descriptor = _open(tree, entry)
     try:
-        data = os.read(descriptor, entry.size + 1)
-        while 0 < len(data) < entry.size:
-            more = os.read(descriptor, entry.size + 1 - len(data))
-            if not more:
-                break
+        data = os.read(descriptor, entry.size)
+        while len(data) < entry.size and (more := os.read(descriptor, entry.size - len(data))):
             data += more
     finally:
         os.close(descriptor)
