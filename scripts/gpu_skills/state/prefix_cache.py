@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +89,8 @@ def checksum(path: Path, start: int, end: int) -> int:
 
 def checksums(path: Path, start: int, end: int) -> list[tuple[int, int, int]]:
     """Sums of a range in two halves, so that they can be checked by two threads."""
+    from concurrent.futures import ThreadPoolExecutor  # here, because it costs every command its start otherwise
+
     middle = (start + end) // 2
     halves = [(a, b) for a, b in ((start, middle), (middle, end)) if a < b]
     with ThreadPoolExecutor(2) as pool:
@@ -101,6 +102,8 @@ def checksums(path: Path, start: int, end: int) -> list[tuple[int, int, int]]:
 def _sums_match(path: Path, sums: list[tuple[int, int, int]]) -> bool:
     if len(sums) == 1:
         return checksum(path, sums[0][0], sums[0][1]) == sums[0][2]
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(max(1, min(len(sums), os.cpu_count() or 1))) as pool:
         return all(pool.map(lambda s: checksum(path, s[0], s[1]) == s[2], sums))
 
