@@ -374,7 +374,7 @@ class LedgerTorn(Uncertain):
     next_step = "gpu ledger verify"
 
 
-# exit codes of `gpu job run` that are not ours to choose ---------------------------------------------------------------
+# exit codes of `gpu job run` that are not ours to choose
 EXIT_GPU_FAILED = 125  # every failure of gpu itself; the class is in the JSON and on the last stderr line
 EXIT_TIMEOUT = 124
 EXIT_CANCELLED = 130

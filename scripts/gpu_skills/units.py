@@ -39,7 +39,7 @@ def parse_duration(value: str | int | float) -> float:
 
 def format_duration(seconds: float) -> str:
     """`42s`, `3m10s`, `2h05m`, `3d4h`: two units at most, for people."""
-    s = int(round(seconds))
+    s = round(seconds)
     if s < 60:
         return f"{s}s"
     if s < 3600:

@@ -1,4 +1,4 @@
-"""The process dies before and after every crossing of a door while a job is run; a later command must find everything in order."""
+"""The process dies before and after every door of a job run; later commands find everything in order."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def crossings(project: Path) -> int:
 
 
 def check(project: Path) -> None:
-    """Whatever happened: the files read, each job has at most one end, an ended one can be pulled, and a new one runs."""
+    """Whatever happened: the files read, no job has two ends, an ended one can be pulled, and a new one runs."""
     deadline = time.monotonic() + 20
     while gpu(project, "status")[1]["running_jobs"] and time.monotonic() < deadline:
         gpu(project, "job", "ls")

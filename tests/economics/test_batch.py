@@ -5,11 +5,12 @@ import random
 from decimal import Decimal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gpu_skills.economics.batch import BatchOption, BatchPlan, Interruptible, plan_batch
 from gpu_skills.economics.machine_cost import MachineCost
 from gpu_skills.errors import UsageError
-from hypothesis import given
-from hypothesis import strategies as st
 
 MINUTE = 60
 ROUNDING = Decimal("1e-9")

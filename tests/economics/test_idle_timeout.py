@@ -4,11 +4,12 @@ import json
 from decimal import Decimal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gpu_skills.economics.idle_timeout import break_even_timeout_s, cheapest_timeout, gaps_between, replay_usd
 from gpu_skills.economics.machine_cost import MachineCost, typical_startup_s
 from gpu_skills.errors import UsageError
-from hypothesis import given
-from hypothesis import strategies as st
 
 MINUTE = 60
 ROUNDING = Decimal("1e-12")

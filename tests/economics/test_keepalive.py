@@ -5,11 +5,12 @@ from decimal import Decimal
 from itertools import pairwise
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
 from gpu_skills.economics.keepalive import Step, from_history, known_gap, schedule_usd, unknown_gap
 from gpu_skills.economics.machine_cost import MachineCost
 from gpu_skills.errors import UsageError
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 MINUTE = 60
 ROUNDING = Decimal("1e-12")

@@ -19,6 +19,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import yaml
+
 from gpu_skills import resources
 
 EXAMPLE = resources.example("train-charlm")

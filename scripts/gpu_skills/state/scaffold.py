@@ -22,7 +22,7 @@ def write_gpu_yaml(
     host: str | None,
     environ: Mapping[str, str],
 ) -> str:
-    """Write or adjust gpu.yaml. Returns `written`, `changed` or `unchanged`. What is there otherwise stays byte for byte."""
+    """Write or adjust gpu.yaml. Returns `written`, `changed` or `unchanged`. All else in it stays as it is."""
     if provider is not None and provider not in PROVIDERS:
         raise UsageError(f"unknown provider {provider!r}", next_step=f"use one of {', '.join(PROVIDERS)}")
     if host is not None and provider is None:
