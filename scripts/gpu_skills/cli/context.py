@@ -138,8 +138,18 @@ class Context:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether somebody could answer a question or wants to see a bar move."""
+        """Whether somebody could answer a question."""
         return not self.json and sys.stdin.isatty() and sys.stderr.isatty()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether bars and a status line reach somebody's eyes: on a terminal that can move its cursor."""
+        return self.is_interactive and self.environ.get("TERM", "dumb") != "dumb"
+
+    @property
+    def dim(self) -> str:
+        """The style of a line beside the matter, unless NO_COLOR asks for none."""
+        return "" if self.environ.get("NO_COLOR") else "2"
 
     @property
     def may_write(self) -> bool:

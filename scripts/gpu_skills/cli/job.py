@@ -100,18 +100,19 @@ def run(
         environ=context.environ,
         dotenv_root=context.project.root,
     )
-    with spinner(context, "packing"):
+    with byte_bar(context, "pack", before="looking at the files") as progress:
         packed = pack.pack(
             spec.directory,
             exclude=spec.exclude,
             require_inputs=flags["require_input"],
             allow_secret_files=flags["allow_secret_file"],
             cache_path=pack.cache_path(context.project.state, spec.directory),
+            progress=progress,
         )
     _say_packed(packed)
-    with spinner(context, "connecting"):
-        link = context.ready_machine(progress=lambda line: None)
-    with byte_bar(context, "upload") as progress:
+    with spinner(context, "set-up") as step:
+        link = context.ready_machine(progress=step)
+    with byte_bar(context, "upload", before="comparing", after="verifying") as progress:
         report = submit.send(context.project, link, packed, progress)
     where = f"{link.machine.host}" + (f" ({link.machine.gpu})" if link.machine.gpu else "")
     for index in range(copies):
@@ -331,7 +332,7 @@ def _pull(context: Context, link: Any, job_id: str, *, destination: Path | None 
 
     if destination is not None and not destination.is_absolute():
         destination = context.cwd / destination
-    with byte_bar(context, "download") as progress:
+    with byte_bar(context, "pull", before="comparing", after="verifying") as progress:
         got = collect.pull(
             context.project, context.clock, link, job_id, destination=destination, progress=progress, force=force
         )

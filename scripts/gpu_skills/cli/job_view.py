@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from gpu_skills.cli.context import Context
+from gpu_skills.errors import one_line
 from gpu_skills.units import format_bytes, format_duration, format_usd
 
 SHOWN_OUTPUTS = 50
+SHOWN_STALL_S = 30
 
 
 def job_document(
@@ -73,10 +75,7 @@ def _next_step(document: dict[str, Any]) -> str:
 def job_text(document: dict[str, Any]) -> str:
     lines = [summary(document)]
     if document["progress"]:
-        p = document["progress"]
-        rate = f", {p['rate_per_s']:.3g}/s" if p.get("rate_per_s") is not None else ""
-        stalled = f", no increase for {format_duration(p['stalled_s'])}" if (p.get("stalled_s") or 0) > 30 else ""
-        lines.append(f"progress: {p['value']:g} {p['unit']}{rate}{stalled}")
+        lines.append(f"progress: {progress_text(document['progress'])}")
     for output in document["outputs"][:10]:
         lines.append(f"  {format_bytes(output['bytes']):>10}  {output['path']}")
     more = len(document["outputs"]) - 10 + document["outputs_left_out"]
@@ -86,6 +85,22 @@ def job_text(document: dict[str, Any]) -> str:
         lines.append(f"pulled to {document['outputs_dir']}" + ("" if document["collected"] else " (not final)"))
     lines.append(f"next: {document['next_step']}")
     return "\n".join(lines)
+
+
+def progress_text(progress: dict[str, Any]) -> str:
+    """`1,200 rows, 45.3/s`, or how long nothing has moved."""
+    text = f"{_figure(progress['value'])} {one_line(progress['unit'], limit=200)}"
+    if progress["stalled_s"] > SHOWN_STALL_S:
+        return f"{text}, no more for {format_duration(progress['stalled_s'])}"
+    rate = progress["rate_per_s"]
+    return text if rate is None else f"{text}, {_figure(rate)}/s"
+
+
+def _figure(value: float) -> str:
+    """Whole numbers whole, others with three significant digits, both without an exponent."""
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{float(f'{value:.3g}'):,.10f}".rstrip("0").rstrip(".")
 
 
 def summary(document: dict[str, Any]) -> str:

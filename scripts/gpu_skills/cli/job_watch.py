@@ -1,46 +1,63 @@
-"""Show a job's log as it comes: a moving line on a terminal, whole lines elsewhere, documents with `--json`."""
+"""Show a job's log as it comes: above a status line on a terminal, whole lines elsewhere, documents with `--json`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+from gpu_skills.cli.bottom_rows import BottomRows
 from gpu_skills.cli.context import Context
+from gpu_skills.cli.job_view import progress_text
 from gpu_skills.cli.output import FORMAT, print_json, print_text, say
+from gpu_skills.errors import one_line
+from gpu_skills.units import format_duration, format_usd
+
+WATCHED_WAIT_S = 2.0  # how long a question to the machine may take while somebody looks at the status line
+SILENCE_S = 10.0
 
 
 def stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: bool = False) -> Any:
-    """Print the log as it comes; returns the last piece. A terminal sees the moving line, others whole lines."""
+    """Print the log as it comes; returns the last piece."""
     from gpu_skills.jobs import follow as following
 
     folder, last = following.LineFolder(), None
-    moving = context.is_interactive and sys.stdout.isatty() and not to_stderr
-    width = 0
+    status = _StatusLine(context, link, job_id) if context.is_watched else None
+    bottom = BottomRows(sys.stderr, status.rows, style=context.dim) if status is not None else nullcontext()
 
-    def show(text: str) -> None:
+    def above(write: Callable[[], object]) -> None:
+        bottom.above(write) if status is not None else write()  # type: ignore[union-attr]
+
+    def show(texts: list[str]) -> None:
         if to_stderr:
-            say(text)
+            say("\n".join(texts))
+        elif context.json:
+            for text in texts:
+                show_line(context, job_id, text, last)
         else:
-            show_line(context, job_id, text, last)
+            print_text("\n".join(texts) + "\n")
 
-    for piece in following.follow(
-        link, context.project.project_id, job_id, clock=context.clock, offset=offset, say=say
-    ):
-        last = piece
-        if width:
-            sys.stdout.write("\r" + " " * width + "\r")
-            width = 0
-        if piece.gap_bytes:
-            show(following.gap_notice(piece.gap_bytes))
-        for text in folder.feed(piece.data):
-            show(text)
-        if moving and (partial := folder.unfinished()):
-            partial = partial[-200:]
-            width = len(partial)
-            sys.stdout.write("\r" + partial)
-            sys.stdout.flush()
-    for text in folder.finish():
-        show(text)
+    pieces = following.follow(
+        link,
+        context.project.project_id,
+        job_id,
+        clock=context.clock,
+        offset=offset,
+        say=lambda line: above(lambda: say(line)),
+        **({"wait_s": WATCHED_WAIT_S} if status is not None else {}),
+    )
+    with bottom:
+        for piece in pieces:
+            last = piece
+            texts = [following.gap_notice(piece.gap_bytes)] if piece.gap_bytes else []
+            texts += folder.feed(piece.data)
+            if status is not None:
+                status.see(piece.status, folder.unfinished())
+            if texts:
+                above(lambda texts=texts: show(texts))
+    if texts := folder.finish():
+        show(texts)
     return last
 
 
@@ -49,3 +66,46 @@ def show_line(context: Context, job_id: str, text: str, piece: Any) -> None:
         print_json({"format": FORMAT, "job": job_id, "text": text, "next": piece.next, "state": piece.status["state"]})
     else:
         print_text(text + "\n")
+
+
+class _StatusLine:
+    """Where a running job stands, by what the machine said last; below the line its program has not finished yet."""
+
+    def __init__(self, context: Context, link: Any, job_id: str):
+        from gpu_skills.jobs.records import JobFolder
+
+        spec = (JobFolder(context.project, job_id).read("job") or {}).get("spec") or {}
+        self._job = job_id
+        self._host = link.machine.host
+        self._clock = context.clock
+        self._rate_usd_hr = float(link.machine.rate_json or 0)
+        self._timeout_s = spec.get("timeout_s")
+        self._status: dict[str, Any] = {}
+        self._seen_at_s = context.clock.monotonic()
+        self._unfinished = ""
+
+    def see(self, status: dict[str, Any], unfinished: str) -> None:
+        self._status, self._seen_at_s = status, self._clock.monotonic()
+        self._unfinished = unfinished if sys.stdout.isatty() else ""
+
+    def rows(self) -> list[str]:
+        line = "── " + " · ".join(self._parts())
+        return [self._unfinished, line] if self._unfinished else [line]
+
+    def _parts(self) -> list[str]:
+        status, silent_s = self._status, self._clock.monotonic() - self._seen_at_s
+        running = status.get("state", "running") == "running"
+        word = (status.get("phase") or "starting") if running else status["state"]
+        parts = [f"{self._job} {one_line(word, limit=200)}"]
+        elapsed_s = status.get("duration_s")
+        if elapsed_s is not None:
+            elapsed_s += silent_s if running else 0
+            limit = f" of {format_duration(self._timeout_s)}" if self._timeout_s else ""
+            parts.append(format_duration(elapsed_s) + limit)
+        if silent_s > SILENCE_S:
+            parts.append(f"nothing heard from {self._host} for {format_duration(silent_s)}")
+        elif status.get("progress"):
+            parts.append(progress_text(status["progress"]))
+        if elapsed_s is not None:
+            parts.append(format_usd(self._rate_usd_hr * elapsed_s / 3600))
+        return parts

@@ -58,8 +58,8 @@ def setup(context: Context) -> Output:
     """Make the project's machine ready. On local and ssh this costs nothing; repeating is safe."""
     from gpu_skills.cli.progress import spinner
 
-    with spinner(context, "setting up"):
-        link = context.ready_machine(progress=lambda line: None)
+    with spinner(context, "set-up") as step:
+        link = context.ready_machine(progress=step)
     document = machine_document(link.machine)
     return Output({"machine": document}, "ready: " + machine_line(document))
 

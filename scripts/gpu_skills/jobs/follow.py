@@ -91,9 +91,18 @@ def read_log(
 
 
 def follow(
-    link: Link, project_id: str, job: str, *, clock: Clock, offset: int = 0, say: Callable[[str], None]
+    link: Link,
+    project_id: str,
+    job: str,
+    *,
+    clock: Clock,
+    offset: int = 0,
+    wait_s: float = 10,
+    say: Callable[[str], None],
 ) -> Iterator[Piece]:
     """Yield the log from `offset` until the job has ended and all of it was read.
+
+    When nothing comes for wait_s the piece is empty.
 
     A cut connection is opened again and the reading goes on at the same byte: nothing twice, nothing left out.
     Raises the last RemoteError after RECONNECT_FOR_S without an answer; the job goes on regardless.
@@ -104,7 +113,7 @@ def follow(
         try:
             if broken_since is not None:
                 link.reopen()
-            piece = read_log(link, project_id, job, offset=offset, wait_s=10)
+            piece = read_log(link, project_id, job, offset=offset, wait_s=wait_s)
         except RemoteError as exc:
             if not exc.retryable:
                 raise

@@ -168,6 +168,7 @@ def _object(**fields: Check) -> Check:
     )
 
 
+_PROGRESS = _object(unit=_str, value=_number, rate_per_s=_or_none(_number), stalled_s=_number)
 _STATUS_FIELDS: dict[str, Check] = {
     "job": _str,
     "nonce": _or_none(_str),
@@ -181,7 +182,7 @@ _STATUS_FIELDS: dict[str, Check] = {
     "ended_at": _or_none(_str),
     "duration_s": _or_none(_number),
     "log_bytes": _or_none(_count),
-    "progress": _or_none(_dict),
+    "progress": _or_none(_PROGRESS),
     "outputs": _or_none(_object(files=_count, bytes=_count)),
 }
 _status = _object(**_STATUS_FIELDS)
