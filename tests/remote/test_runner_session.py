@@ -54,6 +54,14 @@ def test_a_session_is_opened_read_and_replaced(machine: RunnerClient) -> None:
 
 
 @starts_processes
+def test_of_two_set_ups_at_once_the_first_ones_session_and_deadline_stand(machine: RunnerClient) -> None:
+    first = machine.call("session", session={"id": "s_1", "deadline_in_s": 500, "only_if_none": True})
+    second = machine.call("session", session={"id": "s_2", "deadline_in_s": 900, "only_if_none": True})
+    assert second["session"]["id"] == "s_1"
+    assert second["session"]["deadline_at"] == first["session"]["deadline_at"]
+
+
+@starts_processes
 def test_a_job_is_cut_at_the_deadline_and_the_session_expires(machine: RunnerClient) -> None:
     open_session(machine, deadline_in_s=2, deadline_reason="max_lifetime")
     machine.start("echo x > $GPU_OUTPUT_DIR/x; sleep 60")

@@ -186,6 +186,7 @@ def open_session(project: Project, config: GpuConfig, link: Link, *, clock: Cloc
             "deadline_reason": reason,
             "idle_timeout_s": config.lifecycle.idle_timeout_s,
             "on_expiry": "record",
+            "only_if_none": True,
         }
         current = link.session.call("session", {"project": project.project_id, "session": wanted})["session"]
     machine = replace(

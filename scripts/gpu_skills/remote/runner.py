@@ -1740,6 +1740,8 @@ def open_session(project: Project, wanted: dict[str, Any]) -> None:
     with SessionLock(project):
         current = read_session(project)
         now = time.time()
+        if current is not None and not current.get("expired_at") and wanted.get("only_if_none") is True:
+            return  # two set-ups at once: the first one's session stands, and its deadline with it
         if current is None or current.get("id") != name:
             current = {"id": name, "started_at": timestamp(now), "expired_at": None, "expired_why": None}
         elif current.get("expired_at"):
