@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -149,7 +150,12 @@ class _Bench:
         session = self.session()
         tree = pack(empty).tree
         upload(session, None, "p", tree)
-        spec = {"id": self.job["job"], "nonce": "n", "tree": tree.digest, "run": f"cp -r {source}/. $GPU_OUTPUT_DIR"}
+        spec = {
+            "id": self.job["job"],
+            "nonce": secrets.token_hex(8),
+            "tree": tree.digest,
+            "run": f"cp -r {source}/. $GPU_OUTPUT_DIR",
+        }
         spec |= {"setup": None, "timeout_s": None, "expect": [], "progress": None, "label": None, "secret": []}
         folder = self.folder / "root" / "projects" / "p" / "jobs" / self.job["job"] / "outputs"
         session.call("start", {"project": "p", "job": spec, "env": {"GPU_OUTPUT_DIR": str(folder)}})

@@ -158,7 +158,7 @@ class CuttingProxy:
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self.connections = 0
-        self.bytes_up = 0
+        self.bytes_up = self.bytes_down = 0
         self.port = self._server.getsockname()[1]
         self._run(self._accept)
 
@@ -200,6 +200,8 @@ class CuttingProxy:
                 moved += len(chunk)
                 if is_up:
                     self.bytes_up += len(chunk)
+                else:
+                    self.bytes_down += len(chunk)
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

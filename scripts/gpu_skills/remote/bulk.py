@@ -39,6 +39,8 @@ RSYNC_SILENCE_S = 60
 RSYNC_OLDEST = (3, 2)
 # Connections that broke; the same command goes on where they stopped.
 RSYNC_BROKEN = frozenset({10, 12, 30, 35, 255})
+# Some files were not moved: they are gone or cannot be read.
+RSYNC_PARTIAL = frozenset({23, 24})
 # The other end has no rsync, or one that does not know our options.
 RSYNC_UNFIT = frozenset({1, 2, 4, 126, 127})
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_skills.errors import HashMismatch, ProtocolError, RemoteError, TransferIncomplete, UnsafeManifest
-from gpu_skills.remote.bulk import Bulk, RsyncUnfit
+from gpu_skills.remote.bulk import RSYNC_PARTIAL, Bulk, RsyncUnfit
 from gpu_skills.remote.destination import BLOCK_BYTES, Destination, Verified, write_all, writing_failed
 from gpu_skills.remote.pace import Attempts, Meter, Progress, ways_for
 from gpu_skills.remote.session import Session
@@ -270,14 +270,22 @@ class _Download:
                     if size > most_bytes:
                         raise ProtocolError(host=self.session.host, reason="it sends more than its manifest lists")
 
+                incomplete = None
                 for group, resume in ((begun, True), (fresh, False)):
-                    if group:
-                        self.bulk.rsync_down(remote, folder, [str(n) for n in group], resume=resume, watch=watch)
+                    try:
+                        if group:
+                            self.bulk.rsync_down(remote, folder, [str(n) for n in group], resume=resume, watch=watch)
+                    except TransferIncomplete as exc:
+                        if exc.details.get("rsync_code") not in RSYNC_PARTIAL:
+                            raise
+                        incomplete = exc  # some files went away or cannot be read: the others are here
                 for number, entry in enumerate(wanted):
                     digest = hashes.finish(number)
                     if digest is None:
                         self._is_gone(entry, "gone")
                         continue
+                    if digest != entry.sha256 and incomplete is not None and not self.still_running:
+                        raise incomplete
                     os.rename(folder / str(number), self.here.staging / entry.sha256)
                     self.here.set_mode(entry.sha256, entry.mode)
                     self._arrived_staged(entry, digest)
