@@ -131,6 +131,26 @@ def test_a_wrong_file_is_one_line_with_its_place(tmp_path: Path, text: str, wher
     assert refused(ConfigError, tmp_path, text).message.startswith(where)
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("command", ("echo", "\udcff")),
+        ("setup", "cat \udcff"),
+        ("label", "\udcff"),
+        ("exclude", ["\udcff*"]),
+        ("expect", ["\udcff.bin"]),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused_where_they_would_be_recorded(tmp_path: Path, flag: str, value: Any) -> None:
+    assert "is not UTF-8" in refused(UsageError, tmp_path, **{flag: value}).message
+
+
+def test_a_secret_value_may_be_any_bytes(tmp_path: Path) -> None:
+    spec = load(tmp_path, env=["KEY=\udcff\udcfe"])
+    assert spec.env_values() == {"KEY": "\udcff\udcfe"}
+    json.dumps(spec.to_record(), ensure_ascii=False).encode()
+
+
 def test_what_no_process_can_be_given_is_refused(tmp_path: Path) -> None:
     for flags in ({"command": ("a\0b",)}, {"setup": "a\0b"}, {"env": ["A=a\0b"]}):
         assert "NUL" in refused(UsageError, tmp_path, **flags).message

@@ -26,6 +26,7 @@ MAX_VALUE_BYTES = 100_000  # Linux refuses one string of 128 KiB in argv or envi
 MASK = "***"
 _SHORTEST_MASKED = 8  # masking "3" everywhere would hide nothing and spoil the text
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _CREDENTIAL_NAME = re.compile(
     r"(?:.*_)?(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|(?:API|ACCESS|SECRET|PRIVATE)_?KEY)(?:_ID)?"
@@ -133,6 +134,7 @@ def load_spec(
     lines = {"run": run, "setup": written.get("setup") if setup is None else setup or None}
     for name, line in lines.items():
         _check_text(line, f"the {name} command", "put it into a script of the directory")
+        _refuse_no_text(line, f"the {name} command")
     secret_env = _secret_env(env, environ, dotenv_root)
     recorded = {name: value for name, value in _file_env(document).items() if name not in secret_env}
     return JobSpec(
@@ -178,13 +180,22 @@ def _check_text(text: str | None, what: str, instead: str) -> None:
         raise UsageError(f"{what} is longer than {MAX_VALUE_BYTES} bytes", next_step=instead)
 
 
+def _refuse_no_text(text: str | None, what: str) -> None:
+    """Bytes of the command line that are no UTF-8 arrive as lone surrogates, which no record can hold."""
+    if text is not None and not text.isascii() and _SURROGATE.search(text):
+        raise UsageError(f"{what} is not UTF-8", next_step="put it into a script of the directory, or use other names")
+
+
 def _secret_env(env: Sequence[str], environ: Mapping[str, str], dotenv_root: Path | None) -> dict[str, str]:
     values: dict[str, str] = {}
     for given in env:
         name, equals, value = given.partition("=")
         if not _NAME.fullmatch(name):
             # What was typed may be a value whose name was forgotten: it is not repeated.
-            raise UsageError("--env takes NAME=VALUE or NAME; this name is not one a variable can have")
+            raise UsageError(
+                "--env takes NAME=VALUE or NAME; this name is not one a variable can have",
+                next_step="gpu job run --help",
+            )
         _refuse_reserved(name, UsageError(f"--env {name}: {_RESERVED}", next_step="choose another name"))
         if not equals:
             known = environ.get(name) or (read_dotenv(dotenv_root, [name]).get(name) if dotenv_root else None)
@@ -267,12 +278,14 @@ def _patterns(flag: str, given: Sequence[str]) -> tuple[str, ...]:
     for pattern in given:
         if not pattern or "\0" in pattern or len(pattern) > 4096:
             raise UsageError(f"{flag}: {'an empty pattern' if not pattern else 'not a pattern a path can match'}")
+        _refuse_no_text(pattern, flag)
     return tuple(given)
 
 
 def _label(label: str) -> str | None:
     if len(label) > 100:
         raise UsageError(f"--label: {len(label)} characters, at most 100 are allowed")
+    _refuse_no_text(label, "--label")
     return label or None
 
 
