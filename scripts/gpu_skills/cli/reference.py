@@ -1,6 +1,6 @@
-"""The reference pages docs/cli.md and docs/errors.md, written from the live commands and error classes.
+"""The reference pages docs/cli.md, docs/errors.md and docs/state-files.md, written from what they describe.
 
-python -m gpu_skills.cli.reference cli|errors     prints one; docs/generate writes both
+python -m gpu_skills.cli.reference cli|errors|state-files     prints one; docs/generate writes all
 """
 
 from __future__ import annotations
@@ -78,6 +78,13 @@ def error_reference() -> str:
     return "\n".join(parts)
 
 
+def state_reference() -> str:
+    """Every record and setting, field by field."""
+    from gpu_skills.cli.state_reference import state_files_reference
+
+    return state_files_reference(_NOTE)
+
+
 def leaves() -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Every command that does something, with the words that name it, in the order of the help."""
     from gpu_skills.cli.main import gpu
@@ -145,5 +152,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+PAGES = {"cli": cli_reference, "errors": error_reference, "state-files": state_reference}
+
 if __name__ == "__main__":
-    sys.stdout.write({"cli": cli_reference, "errors": error_reference}[sys.argv[1]]())
+    sys.stdout.write(PAGES[sys.argv[1]]())
