@@ -354,6 +354,79 @@ class Unavailable(ProviderError):
     code, retryable = "unavailable", True
 
 
+class NoOffers(ProviderError):
+    """details.filters: each filter in order, how many offers it removed and how many were left."""
+
+    code = "no_offers"
+    template = "no offer fits: {filters_text}"
+    next_step = "loosen the filter that removed most, then: gpu offers"
+
+
+class AuthRejected(ProviderError):
+    code = "auth_rejected"
+    template = "{provider} does not accept the key from {source}: {reason}"
+    next_step = "gpu login {provider}"
+
+
+class InsufficientBalance(ProviderError):
+    code = "insufficient_balance"
+    template = "{provider} says the account has not enough credit: {reason}"
+    next_step = "add credit at {provider}"
+
+
+class RateLimited(ProviderError):
+    code, retryable = "rate_limited", True
+    template = "{provider} limits how often it is asked ({what}): {reason}"
+    next_step = "wait {retry_after_s} s and run the command again"
+
+
+class UnexpectedReply(ProviderError):
+    """What a provider answered is not what its documentation says. Nothing is concluded from it."""
+
+    code = "unexpected_reply"
+    template = "{provider} answered {what} with something unexpected: {reason}"
+
+
+class ProviderSchema(ProviderError):
+    """The provider calls our request malformed: repeating it, here or elsewhere, helps nobody."""
+
+    code = "provider_schema"
+    template = "{provider} does not understand our request ({what}): {reason}"
+    next_step = "run the same command again with --debug and report the log it names"
+
+
+class DiskUnspecified(ProviderError):
+    code = "disk_unspecified"
+    template = "{provider} finds no machine with {disk_gb} GB of free disk: {reason}"
+    next_step = "lower compute.disk_gb in gpu.yaml, then: gpu offers"
+
+
+class HostFull(ProviderError):
+    code = "host_full"
+    template = "{machine} cannot start: the host it is bound to has no free GPU ({reason})"
+    next_step = "wait, or plan a replacement and copy the data over: nothing is rented by itself"
+
+
+class CreatedPriceMismatch(ProviderError):
+    code, may_be_billing = "created_price_mismatch", True
+    template = "{machine} is not what was asked for: {reason}"
+    next_step = "gpu status"
+
+
+class NotOwned(Refused):
+    code = "not_owned"
+    template = "{machine} does not carry our label (it has {label}): it is not ours to change"
+    next_step = "gpu status"
+
+
+class DestinationRefused(Refused):
+    """A key may only go where it belongs. Nothing was sent."""
+
+    code = "destination_refused"
+    template = "{provider}: nothing is sent to {base_url}: {reason}"
+    next_step = "unset {variable}"
+
+
 # exit 6 ------------------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +439,14 @@ class OutcomeUnknown(Uncertain):
     code = "outcome_unknown"
     template = "{what} was sent to {host} and the answer never came"
     next_step = "gpu job status {job}"
+
+
+class ProviderSilent(Uncertain):
+    """A write was sent to a provider and no usable answer came: it may have happened."""
+
+    code, may_be_billing = "provider_silent", True
+    template = "{provider} gave no clear answer to {what}: {reason}; it may have happened"
+    next_step = "gpu doctor"
 
 
 class LedgerTorn(Uncertain):
