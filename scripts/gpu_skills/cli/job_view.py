@@ -110,7 +110,7 @@ def summary(document: dict[str, Any]) -> str:
     if document["exit_code"] is not None:
         parts.append(f"exit {document['exit_code']}")
     if document["reason"] and document["reason"] != "exit_code":
-        parts.append(str(document["reason"]))
+        parts.append(one_line(str(document["reason"]), limit=200))
     if document["duration_s"] is not None:
         parts.append(format_duration(document["duration_s"]))
     if document["cost_usd"] is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 from gpu_skills.errors import GpuError
 
 FORMAT = 1
+# Everything that moves a terminal but the ends of lines: controls, direction marks, bytes that were no text.
+_NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass
@@ -29,14 +32,23 @@ def print_json(document: dict[str, Any]) -> None:
 
 def print_text(text: str) -> None:
     if text:
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
-        sys.stdout.flush()
+        _show(sys.stdout, text if text.endswith("\n") else text + "\n")
 
 
 def say(line: str) -> None:
     """Progress and hints: never on stdout, which belongs to the result."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    _show(sys.stderr, line + "\n")
+
+
+def _show(stream: TextIO, text: str) -> None:
+    """The one way of text to a person. Names, reasons and messages come from machines: no control sequence gets by."""
+    if not text.replace("\n", "").isprintable():
+        text = _NOT_SHOWN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:  # a terminal that is not UTF-8
+        stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
+    stream.flush()
 
 
 def print_error(error: GpuError, *, as_json: bool) -> None:

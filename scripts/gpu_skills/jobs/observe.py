@@ -13,7 +13,7 @@ from typing import Any
 
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.economics.sharing import shared_seconds
-from gpu_skills.errors import ProtocolError, StateBusy
+from gpu_skills.errors import ProtocolError, StateBusy, one_line
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.remote.tree import parse_manifest
@@ -170,7 +170,7 @@ def _uri(project: Project, link: Link, folder: JobFolder, path: str) -> str:
 def reason_text(answer: dict[str, Any]) -> str:
     reason = answer.get("reason") or answer["state"]
     message = answer.get("message")
-    return f"{reason}: {message}" if message else str(reason)
+    return one_line(f"{reason}: {message}" if message else str(reason))
 
 
 def exit_code_of(answer: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.config import GpuConfig
-from gpu_skills.errors import CannotSatisfy, MachineLacks, NoCapacity, RemoteError
+from gpu_skills.errors import CannotSatisfy, MachineLacks, NoCapacity, RemoteError, one_line
 from gpu_skills.providers.base import Offer, SshEndpoint
 from gpu_skills.state import registry
 from gpu_skills.state.project import Project
@@ -223,7 +223,7 @@ def measured(machine: Machine, probe: dict[str, Any], config: GpuConfig) -> Mach
             and (need.gpu is None or _same_model(need.gpu, str(g.get("name"))))
         ]
         if len(fitting) < need.gpu_count:
-            found = ", ".join(f"{g.get('name')} {size_class_gb(g)} GB" for g in gpus)
+            found = ", ".join(f"{one_line(str(g.get('name')), limit=80)} {size_class_gb(g)} GB" for g in gpus)
             wanted = f"{need.gpu_count} × {need.gpu or 'GPU'}"
             if need.min_vram_gb is not None:
                 wanted += f" with {need.min_vram_gb:g} GB"
@@ -231,7 +231,9 @@ def measured(machine: Machine, probe: dict[str, Any], config: GpuConfig) -> Mach
         gpus = fitting
     if not gpus:
         return replace(machine, gpu_count=0)
-    return replace(machine, gpu=str(gpus[0].get("name")), gpu_count=len(gpus), vram_gb=size_class_gb(gpus[0]))
+    return replace(
+        machine, gpu=one_line(str(gpus[0].get("name")), limit=80), gpu_count=len(gpus), vram_gb=size_class_gb(gpus[0])
+    )
 
 
 def size_class_gb(gpu: dict[str, Any]) -> int:
