@@ -229,7 +229,7 @@ def test_a_pull_that_is_cut_goes_on_from_where_it_was(sshd, job, tmp_path, here)
         session = session_to(sshd, tmp_path, endpoint=SshEndpoint(sshd.host, port=proxy.port))
         pull(session, here)
         session.close()
-        assert proxy.connections == 2
+        assert proxy.connections > 1
         assert proxy.bytes_down < TOTAL + 5 * MIB
     assert contents(here) == CONTENTS
 

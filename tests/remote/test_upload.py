@@ -203,12 +203,12 @@ def test_a_cut_control_connection_goes_on_from_where_it_was(sshd, root, tmp_path
     with CuttingProxy(sshd.port, up=[8 * MIB]) as proxy:
         session = session_to(sshd, tmp_path, endpoint=SshEndpoint(sshd.host, port=proxy.port))
         tree = tree_of(source)
-        report = upload(session, Bulk(session.transport), "p", tree)
+        upload(session, Bulk(session.transport), "p", tree)
         session.close()
-        assert proxy.connections == 2
+        assert proxy.connections > 1
+        # What crosses twice is at most what was in buffers when it was cut.
+        assert proxy.bytes_up < tree.total_bytes + 5 * MIB
     assert stored(root) == {entry.sha256 for entry in tree.files}
-    # Sent twice is at most what was under way when it was cut: socket buffers, not megabytes of files.
-    assert report.bytes_sent < tree.total_bytes + 7 * MIB
 
 
 @pytest.mark.parametrize("way", ["stream", "rsync"])
@@ -222,7 +222,7 @@ def test_a_cut_bulk_connection_goes_on_from_where_it_was(sshd, root, tmp_path, s
         moved = proxy.bytes_up
     assert report.method == way
     assert stored(root) == {entry.sha256 for entry in tree.files}
-    assert moved < tree.total_bytes + 7 * MIB
+    assert moved < tree.total_bytes + 5 * MIB
 
 
 def test_a_connection_that_is_always_cut_is_given_up_and_says_what_to_do(sshd, tmp_path, source, root):
