@@ -12,6 +12,7 @@ from gpu_skills.cli.context import Context
 from gpu_skills.cli.job_view import job_document, job_text, line_document, summary
 from gpu_skills.cli.job_watch import show_line, stream
 from gpu_skills.cli.output import Output, say, table
+from gpu_skills.errors import EXIT_CANCELLED
 from gpu_skills.units import format_bytes, format_duration, format_usd
 
 _HERE = "gpu_skills.cli.job:"
@@ -245,7 +246,11 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
         for shown in skip:
             show_line(context, line["id"], shown, piece)
         start = piece.next
-    final = stream(context, link, line["id"], start)
+    try:
+        final = stream(context, link, line["id"], start)
+    except KeyboardInterrupt:  # a program had its documents already, each with the `next` to go on from
+        _stopped_watching(line["id"])
+        raise click.exceptions.Exit(EXIT_CANCELLED) from None
     _settle(context, link)
     return Output(
         {"job": line["id"], "text": "", "offset": final.next, "next": final.next, "state": final.status["state"]}
@@ -293,8 +298,8 @@ def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Out
     try:
         final = stream(context, link, job_id, 0, to_stderr=context.json)
     except KeyboardInterrupt:
-        say(f"gpu: stopped watching; {job_id} goes on. next: gpu job logs -f {job_id}, or gpu job cancel {job_id}")
-        raise
+        _stopped_watching(job_id)
+        return Output(job_document(context, job_id), "", exit_code=EXIT_CANCELLED)
     answer = final.status
     pulled, problem = None, None
     if not no_pull:
@@ -313,6 +318,10 @@ def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Out
         problem.details["job"] = document
         raise problem
     return Output(document, "", exit_code=observe.exit_code_of(answer))
+
+
+def _stopped_watching(job_id: str) -> None:
+    say(f"gpu: stopped watching, {job_id} goes on; next: gpu job logs -f {job_id}, or gpu job cancel {job_id}")
 
 
 def _kept_log(context: Context, folder: Any, line: dict[str, Any], tail: int | None, offset: int | None) -> Output:

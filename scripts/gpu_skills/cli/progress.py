@@ -62,7 +62,7 @@ def byte_bar(
         pace = Pace()
 
         def progress(done: int, total: int) -> None:
-            figures = f"{format_bytes(done)} of {format_bytes(total)}"
+            figures = f"{format_bytes(done)} of {format_bytes(total)}" if total else ""
             rate = pace.rate_per_s(context.clock.monotonic(), done)
             if rate and done < total:
                 figures += f", {format_bytes(rate)}/s, {format_duration((total - done) / rate)} left"
