@@ -93,7 +93,7 @@ class FakeLink:
             "offset": args["offset"],
             "next": args["offset"] + len(data),
             "gap_bytes": 0,
-            "status": {"state": "succeeded" if done else "running"},
+            "status": {"job": args["job"], "state": "succeeded" if done else "running"},
         }
 
 
@@ -122,3 +122,42 @@ def test_an_answer_that_makes_no_sense_is_not_retried():
     link = FakeLink(b"abc", [ProtocolError(host="box", reason="nonsense")])
     with pytest.raises(ProtocolError):
         list(follow.follow(link, "p", "J-000001", clock=Clock(), say=lambda line: None))
+
+
+class LyingLink:
+    """A machine that answers the same to every question about a log."""
+
+    host = "box"
+
+    def __init__(self, data: bytes = b"", state: str = "succeeded", job: str = "J-000001", **answer: int):
+        self.data, self.answer = data, {"offset": 0, "next": len(data), "gap_bytes": 0, **answer}
+        self.status = {"job": job, "state": state}
+        self.session, self.asked = self, 0
+
+    def call(self, verb, args, on_data=None, timeout_s=0):
+        self.asked += 1
+        assert self.asked < 10, "it is asked for ever"
+        if self.data:
+            on_data({}, self.data)
+        return {**self.answer, "status": self.status}
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        LyingLink(b"abc", next=0),  # the same again and again
+        LyingLink(b"abc", next=2),
+        LyingLink(b"abc", next=1 << 52),
+        LyingLink(b"abc"),  # from 0 again when it is asked from 3
+        LyingLink(b"abc", offset=10, next=13, gap_bytes=0),  # something left out, and not said
+        LyingLink(b"abc", job="J-000002"),
+    ],
+)
+def test_a_log_whose_offsets_do_not_add_up_is_refused_and_not_read_for_ever(link):
+    with pytest.raises(ProtocolError):
+        list(follow.follow(link, "p", "J-000001", clock=Clock(), say=lambda line: None))
+
+
+def test_a_gap_with_nothing_after_it_is_the_end_of_an_ended_job():
+    link = LyingLink(offset=10, next=10, gap_bytes=10)
+    assert [p.gap_bytes for p in follow.follow(link, "p", "J-000001", clock=Clock(), say=lambda line: None)] == [10]

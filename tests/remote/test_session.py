@@ -263,6 +263,19 @@ def test_results_of_the_wrong_type_never_reach_the_caller(talk, verb, result, fi
         session.call(verb)
 
 
+@pytest.mark.parametrize("duration_s", [-1, 1e12, 1 << 53, "1", True])
+def test_a_duration_that_cannot_be_is_not_booked(talk, duration_s):
+    texts = dict.fromkeys(("nonce", "phase", "reason", "message", "started_at", "ended_at"))
+    numbers = dict.fromkeys(("exit_code", "started_epoch_s", "log_bytes", "progress", "outputs"))
+    status = {"job": "J-000001", "state": "succeeded", **texts, **numbers}
+    session = talk(
+        [HELLO, ok({"jobs": [{**status, "duration_s": 5}]}), ok({"jobs": [{**status, "duration_s": duration_s}]})]
+    )
+    assert session.call("status")["jobs"][0]["duration_s"] == 5
+    with pytest.raises(ProtocolError, match="jobs"):
+        session.call("status")
+
+
 # errors of the machine ----------------------------------------------------------------------------------------------
 
 

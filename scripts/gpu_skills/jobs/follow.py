@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_skills.clock import Clock
-from gpu_skills.errors import RemoteError
+from gpu_skills.errors import ProtocolError, RemoteError, one_line
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.units import format_bytes
 
@@ -87,7 +87,20 @@ def read_log(
     else:
         args["offset"] = offset or 0
     answer = link.session.call("log", args, on_data=lambda header, data: chunks.append(data), timeout_s=wait_s + 60)
-    return Piece(answer["offset"], answer["next"], b"".join(chunks), answer.get("gap_bytes", 0), answer["status"])
+    piece = Piece(answer["offset"], answer["next"], b"".join(chunks), answer["gap_bytes"], answer["status"])
+    _refuse_what_cannot_be(piece, link.host, job, None if tail_bytes is not None else offset or 0)
+    return piece
+
+
+def _refuse_what_cannot_be(piece: Piece, host: str, job: str, asked: int | None) -> None:
+    """Offsets that do not add up would have us read the same for ever, or miss some of it."""
+    if piece.status["job"] != job:
+        raise ProtocolError(host=host, reason=f"it answers for {one_line(piece.status['job'], limit=40)}, not {job}")
+    follows = asked is None or piece.offset - piece.gap_bytes == asked
+    if not follows or piece.next != piece.offset + len(piece.data):
+        raise ProtocolError(
+            host=host, reason=f"{len(piece.data)} bytes of log from {piece.offset} to {piece.next}, asked from {asked}"
+        )
 
 
 def follow(
@@ -132,7 +145,7 @@ def follow(
         offset = piece.next
         yield piece
         ended = piece.status["state"] != "running"
-        if ended and not piece.data and not piece.gap_bytes:
+        if ended and not piece.data:
             return
 
 

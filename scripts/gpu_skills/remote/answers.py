@@ -14,6 +14,7 @@ from gpu_skills import errors
 MAX_HEADER_BYTES = 64 << 10
 MAX_PAYLOAD_BYTES = 4 << 20
 MAX_COUNT = 1 << 53
+MAX_DURATION_S = 10 * 366 * 86400  # a job that claims more would be booked at it
 PROTOCOL = 1
 JOB_STATES = frozenset({"running", "succeeded", "failed", "timeout", "cancelled", "lost", "unknown"})
 
@@ -146,6 +147,10 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_COUNT
 
 
+def _duration(value: Any) -> bool:
+    return _number(value) and 0 <= value <= MAX_DURATION_S
+
+
 def _list(value: Any) -> bool:
     return isinstance(value, list)
 
@@ -180,7 +185,7 @@ _STATUS_FIELDS: dict[str, Check] = {
     "started_at": _or_none(_str),
     "started_epoch_s": _or_none(_number),
     "ended_at": _or_none(_str),
-    "duration_s": _or_none(_number),
+    "duration_s": _or_none(_duration),
     "log_bytes": _or_none(_count),
     "progress": _or_none(_PROGRESS),
     "outputs": _or_none(_object(files=_count, bytes=_count)),
