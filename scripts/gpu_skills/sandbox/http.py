@@ -1,0 +1,328 @@
+"""The HTTP server: one origin on loopback for all faces. Keys, faults of calls, limits, counters and the request log.
+
+A key that is not the sandbox's own is refused with the vendor's refusal before anything else looks at the request, and
+no key is ever written to the log.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
+
+from gpu_skills.sandbox.face import Face, Reply, Request, Route, WireError
+from gpu_skills.sandbox.world import KEY_PREFIX, World
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+_ERRORS = {"500": 500, "502": 502, "503": 503, "504": 504}
+_EDGE_PAGE = b"<html><head><title>%d</title></head><body><center><h1>%d</h1></center><hr>cloudflare</body></html>\n"
+
+
+class HangUp(Exception):
+    """Close the connection in place of an answer, or in the middle of one."""
+
+    def __init__(self, reply: Reply | None = None):
+        super().__init__()
+        self.reply = reply
+
+
+class Limits:
+    """The documented minimum interval between two calls of one account to one endpoint.
+
+    mode `count` only counts calls that came too soon (`world.too_frequent`); `real` and `virtual` refuse them with 429,
+    by real time or by the vendor's clock; `off` does nothing.
+    """
+
+    MODES = ("off", "count", "real", "virtual")
+
+    def __init__(self, world: World, mode: str):
+        assert mode in self.MODES, mode
+        self.world = world
+        self.mode = mode
+        self._last: dict[tuple[Any, str], float] = {}
+        self._lock = threading.Lock()
+
+    def is_too_soon(self, identity: Any, vendor: str, call: str, interval_s: float) -> bool:
+        if self.mode == "off" or interval_s <= 0:
+            return False
+        now = self.world.now() if self.mode == "virtual" else time.monotonic()
+        with self._lock:
+            last = self._last.get((identity, call))
+            if last is not None and now - last < interval_s:
+                self.world.too_frequent[vendor, call] += 1
+                if self.mode != "count":
+                    return True
+            self._last[identity, call] = now
+        return False
+
+
+class Service:
+    """Answers requests: the way from a parsed HTTP request to a reply, the same for every face."""
+
+    def __init__(self, world: World, *, limits: str = "count", admin: Any = None):
+        self.world = world
+        self.limits = Limits(world, limits)
+        self.admin = admin  # answers /_sandbox/…
+        self.served_at = time.monotonic()
+
+    def answer(self, request: Request) -> Reply:
+        self.served_at = time.monotonic()
+        if self.admin is not None and request.path.startswith("/_sandbox/"):
+            return self.admin(request)
+        face = next((face for face in self.world.faces.values() if face.owns(request.path)), None)
+        if face is None:
+            return Reply(404, {"error": "not_found", "msg": f"no such path: {request.path}"})
+        try:
+            reply = self._dispatch(face, request)
+        except WireError as exc:
+            reply = exc.reply
+        except HangUp as exc:
+            if exc.reply is not None:
+                face.decorate(request, exc.reply)
+            raise
+        except Exception:
+            self.world.crashes.append(f"{request.method} {request.path}\n{traceback.format_exc()}")
+            reply = face.failure(500, "internal_error", "internal error of the sandbox; see `gpu sandbox status`")
+        face.decorate(request, reply)
+        return reply
+
+    def _dispatch(self, face: Face, request: Request) -> Reply:
+        found = face.find(request.method, request.path)
+        if isinstance(found, set):
+            if not found:
+                raise WireError(face.failure(404, "not_found", f"no such path: {request.path}"))
+            reply = face.failure(405, "method_not_allowed", f"{request.method} is not allowed here")
+            reply.headers["Allow"] = ", ".join(sorted(found))
+            raise WireError(reply)
+        route, params = found
+        request.params = {name: unquote(value) for name, value in params.items()}
+        if route.needs_key:
+            request.key = face.authenticate(request)
+        self._count(face, route, request)
+        identity = request.key.account.id if request.key is not None else "anybody"
+        if self.limits.is_too_soon(identity, face.vendor, route.call, route.interval_s):
+            raise WireError(face.too_frequent(route, {}))
+        request.faults = self.world.faults.take(face.vendor, route.call, self._names(route, request))
+        return self._play(face, route, request)
+
+    def _count(self, face: Face, route: Route, request: Request) -> None:
+        world, counted = self.world, (face.vendor, route.call)
+        with world.lock:
+            world.calls[counted] += 1
+            if route.mutates:
+                world.mutating_calls[counted] += 1
+            world.log.append(
+                {
+                    "at": world.now(),
+                    "provider": face.vendor,
+                    "call": route.call,
+                    "method": request.method,
+                    "path": request.path,
+                    "account": request.key.account.id if request.key is not None else None,
+                    "machine_key": request.key is not None and request.key.instance_id is not None,
+                }
+            )
+
+    def _names(self, route: Route, request: Request) -> list[str]:
+        """What rules may call the instance this request is about."""
+        if route.about is None:
+            return []
+        name = request.params[route.about]
+        names = [name]
+        for instance_id in (name, int(name) if name.isdecimal() and len(name) < 20 else None):
+            instance = self.world.instances.get(instance_id)
+            if instance is not None and instance.label:
+                names.append(instance.label)
+        return names
+
+    def _play(self, face: Face, route: Route, request: Request) -> Reply:
+        """Do the work, spoilt by the faults of the call."""
+        faults = request.faults
+        if not faults:
+            return self._work(route, request)
+        if "lost_request" in faults:
+            raise HangUp
+        if "401" in faults:
+            return face.failure(401, "auth_error", "Invalid user key")
+        if "403" in faults:
+            return _edge_page(403) if faults["403"].get("html") else face.failure(403, "not_authorized", "not allowed")
+        if "429" in faults:
+            return face.too_frequent(route, faults["429"])
+        if "not_found" in faults:
+            return face.failure(404, "not_found", "not found")
+        spoilt = next((name for name in ("html", "failure_200", *_ERRORS) if name in faults), None)
+        if spoilt is not None:
+            if faults[spoilt].get("done"):
+                self._work(route, request)
+            return _spoilt(face, spoilt, faults[spoilt])
+        if "duplicate" in faults:
+            self._work(route, request)
+        reply = self._work(route, request)
+        if "slow" in faults:
+            time.sleep(min(float(faults["slow"].get("seconds", 2)), 600))
+        if "lost_reply" in faults:
+            raise HangUp
+        if "half_body" in faults:
+            raise HangUp(reply)
+        if "garbage" in faults:
+            return Reply(200, b'{"success": tru', content_type="application/json")
+        return reply
+
+    def _work(self, route: Route, request: Request) -> Reply:
+        with self.world.lock if route.holds_lock else nullcontext():
+            try:
+                return route.handler(request)
+            except WireError as exc:
+                return exc.reply
+
+
+def _spoilt(face: Face, name: str, args: dict[str, Any]) -> Reply:
+    if name == "html":
+        return _edge_page(int(args.get("status", 502)))
+    if name == "failure_200":
+        return face.failure_inside_200()
+    return face.failure(_ERRORS[name], "server_error", "Something went wrong on our side")
+
+
+def _edge_page(status: int) -> Reply:
+    return Reply(status, _EDGE_PAGE % (status, status), content_type="text/html; charset=UTF-8")
+
+
+def is_sandbox_key(value: str | None) -> bool:
+    return value is not None and value.startswith(KEY_PREFIX)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    # Without these two every keep-alive request waits 44 ms for a delayed acknowledgement.
+    disable_nagle_algorithm = True
+    wbufsize = 65536
+    protocol_version = "HTTP/1.1"
+    server_version = "sandbox"
+    sys_version = ""
+    timeout = 120
+    server: HttpServer
+
+    def _serve(self) -> None:
+        request = self._read()
+        if request is None:
+            return
+        try:
+            reply = self.server.service.answer(request)
+        except HangUp as exc:
+            self._hang_up(exc.reply)
+            return
+        self._send(reply)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = _serve
+
+    def _read(self) -> Request | None:
+        try:
+            length = int(self.headers.get("Content-Length") or 0)
+        except ValueError:
+            length = -1
+        if not 0 <= length <= MAX_BODY_BYTES or self.headers.get("Transfer-Encoding"):
+            self.close_connection = True
+            self._send(Reply(413 if length > 0 else 400, {"error": "invalid_request", "msg": "bad Content-Length"}))
+            return None
+        raw = self.rfile.read(length) if length else b""
+        if len(raw) < length:
+            self.close_connection = True
+            return None
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        if headers.get("host", "127.0.0.1").rsplit(":", 1)[0] not in ("127.0.0.1", "localhost", "[::1]"):
+            # A web page that resolves its own name to loopback must not reach us.
+            self._send(Reply(421, {"error": "misdirected", "msg": "the sandbox answers to loopback names only"}))
+            return None
+        path, _, query = self.path.partition("?")
+        return Request(self.command, path, query, headers, raw, self.server.url)
+
+    def _send(self, reply: Reply) -> None:
+        stream = reply.body if isinstance(reply.body, Iterator) else None
+        body = b"" if stream is not None else reply.encoded()
+        self.send_response(reply.status)
+        if body or stream is not None:
+            self.send_header("Content-Type", reply.content_type)
+        for name, value in reply.headers.items():
+            self.send_header(name, value)
+        if stream is not None:
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        elif reply.status != 204:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+            for piece in stream or ():
+                self.wfile.write(piece)
+                self.wfile.flush()
+        self.wfile.flush()
+
+    def _hang_up(self, reply: Reply | None) -> None:
+        """Nothing, or the head and half of the body, and then the end of the connection."""
+        if reply is not None:
+            body = reply.encoded()
+            self.send_response(reply.status)
+            self.send_header("Content-Type", reply.content_type)
+            self.send_header("Content-Length", str(max(len(body), 2)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+        self.close_connection = True
+        try:
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the client was faster
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the world's log is the log, and this one would hold query strings with keys."""
+
+
+class HttpServer(ThreadingHTTPServer):
+    """Listens on loopback. `url` is the origin for every vendor."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, service: Service, port: int = 0):
+        self.service = service
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="sandbox http", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self.shutdown()
+            self._thread.join(10)
+        self.server_close()
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's: it asks the resolver for this host's name, which may take seconds.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "localhost", self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        import sys
+
+        exc = sys.exc_info()[1]
+        if not isinstance(exc, ConnectionError | TimeoutError):
+            self.service.world.crashes.append(traceback.format_exc())
+
+
+def json_body(request: Request) -> dict[str, Any]:
+    """The body as an object. Raises ValueError."""
+    body = request.json()
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    return body
