@@ -197,6 +197,8 @@ def test_a_machine_that_never_keeps_the_runner_is_given_up(talk):
         (b'{"a":' * 9_000 + b"\n", "nested too deeply|not JSON"),
         (b'{"ok":true,"ok":false}\n', "not JSON"),
         (b'{"ok":true,"result":NaN}\n', "not JSON"),
+        (b'{"ok":true,"result":{"known":true,"x":1e999}}\n', "not JSON"),
+        (b'{"ok":true,"result":{"known":true,"x":"\\uD83D"}}\n', "not JSON"),
         (b"\xff\xfe\n", "not JSON"),
         (b'{"n":-1}\n', "a frame of -1 bytes"),
         (b'{"n":99999999999}\n', "a frame of 99999999999 bytes"),
@@ -219,6 +221,11 @@ def test_an_answer_that_is_none_is_a_protocol_error_and_ends_the_connection(talk
     assert "far.example" in caught.value.message
     assert caught.value.message.isprintable()
     assert channel.is_closed
+
+
+def test_both_halves_of_a_pair_are_text(talk):
+    session = talk([HELLO, b'{"ok":true,"result":{"known":true,"x":"\\ud83d\\ude00"}}\n'])
+    assert session.call("have")["x"] == "\N{GRINNING FACE}"
 
 
 def test_data_without_end_is_cut_off_at_its_limit(talk):

@@ -17,12 +17,13 @@ from gpu_skills.errors import ProtocolError, StateBusy, one_line
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.remote.tree import parse_manifest
-from gpu_skills.state import journal
+from gpu_skills.state import journal, strict_json
 from gpu_skills.state.ledger import Ledger
 from gpu_skills.state.project import Project
 from gpu_skills.units import json_number, usd
 
 ARTIFACTS_IN_A_LINE = 50
+MAX_EVENT_BYTES = 8 << 20  # of one answer; a runner sends 4 MiB at most
 ASKED_AT_ONCE = 100  # about 150 answers fit into one
 _EXITS = {"timeout": 124, "cancelled": 130}
 _KEPT_OF_AN_END = ("state", "exit_code", "reason", "message", "started_epoch_s", "duration_s", "outputs")
@@ -81,28 +82,33 @@ def fetch_manifest(project: Project, link: Link, job: str):
 
 
 def sync_events(project: Project, link: Link, job: str) -> None:
-    """Append what the machine recorded since last time to jobs/<id>/events.jsonl."""
-    import json
-
+    """Append what the machine recorded since last time to jobs/<id>/events.jsonl, but for lines that are no record."""
     folder = JobFolder(project, job)
-    cursor = folder.read("events_cursor") or {"next": 0}
     chunks: list[bytes] = []
     answer = link.session.call(
         "events",
-        {"project": project.project_id, "job": job, "offset": cursor["next"]},
+        {"project": project.project_id, "job": job, "offset": _events_seen_bytes(folder)},
         on_data=lambda header, data: chunks.append(data),
+        max_data_bytes=MAX_EVENT_BYTES,
     )
     events = []
-    for raw in b"".join(chunks).splitlines():
+    for raw in b"".join(chunks).split(b"\n"):
         try:
-            event = json.loads(raw)
-        except (ValueError, RecursionError):
+            event = strict_json.loads(raw)
+        except strict_json.Fault:
             continue
         if isinstance(event, dict):
             events.append(event)
     if events:
         journal.append(folder.events, events)
         folder.write("events_cursor", {"next": answer["next"]})
+
+
+def _events_seen_bytes(folder: JobFolder) -> int:
+    """Where the last reading ended; from the start again when what says so was damaged."""
+    cursor = folder.read("events_cursor")
+    seen = cursor.get("next") if isinstance(cursor, dict) else None
+    return seen if type(seen) is int and seen >= 0 else 0
 
 
 def _ask(project: Project, link: Link, jobs: list[str]) -> dict[str, dict[str, Any]]:

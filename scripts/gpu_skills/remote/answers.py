@@ -6,6 +6,7 @@ Everything a machine says is checked here once, so that no caller meets a missin
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -32,13 +33,22 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-_decode = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant).decode
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(digits)
+    return value
+
+
+_decode = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite).decode
 
 
 def parse_header(line: bytes) -> dict[str, Any]:
     """One line of ASCII JSON that must be an object. ValueError says what is wrong with it."""
     try:
         value = _decode(line.decode("ascii"))
+        if b"\\ud" in line.lower():  # a lone half of a pair is no text, and no record of ours could hold it
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as exc:
         raise ValueError("JSON nested too deeply") from exc
     except ValueError as exc:
