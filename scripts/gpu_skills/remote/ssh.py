@@ -75,9 +75,18 @@ class SshTransport:
 
     def start(self, command: str) -> Channel:
         """Raises Unreachable, AuthFailed, HostKeyMismatch or NetworkDenied."""
-        connection = self._connected()
+        if self._connection is not None:
+            # It may be dead without anybody having noticed: a new one costs less than a wrong error.
+            with contextlib.suppress(Unreachable):
+                return self._start(command)
+            self.close()
+        self._connection = self._connect()
+        return self._start(command)
+
+    def _start(self, command: str) -> SshChannel:
+        assert self._connection is not None
         with translated(self.host, self.settings.user):
-            channel = connection.open_session(timeout=BANNER_TIMEOUT_S, window_size=WINDOW_BYTES)
+            channel = self._connection.open_session(timeout=BANNER_TIMEOUT_S, window_size=WINDOW_BYTES)
             channel.settimeout(BANNER_TIMEOUT_S)
             channel.exec_command(command.encode("utf-8", "surrogateescape"))
         return SshChannel(channel, self.host, self.settings.user)
@@ -89,12 +98,6 @@ class SshTransport:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-    def _connected(self) -> paramiko.Transport:
-        if self._connection is None or not self._connection.is_active():
-            self.close()
-            self._connection = self._connect()
-        return self._connection
 
     def _connect(self) -> paramiko.Transport:
         import paramiko
