@@ -401,6 +401,20 @@ class DiskUnspecified(ProviderError):
     next_step = "lower compute.disk_gb in gpu.yaml, then: gpu offers"
 
 
+class InstanceAbsent(ProviderError):
+    code = "instance_absent"
+    template = "{provider} knows no instance {instance_id}"
+    next_step = "gpu status"
+
+
+class ConflictingState(ProviderError):
+    """The instance is in a state in which this cannot be asked: look at it again, then decide again."""
+
+    code, retryable = "conflicting_state", True
+    template = "{provider} cannot {what} {instance_id} now: {reason}"
+    next_step = "gpu status"
+
+
 class HostFull(ProviderError):
     code = "host_full"
     template = "{machine} cannot start: the host it is bound to has no free GPU ({reason})"

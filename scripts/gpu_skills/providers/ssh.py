@@ -7,7 +7,7 @@ from decimal import Decimal
 
 from gpu_skills.config import HostConfig
 from gpu_skills.errors import ConfigError
-from gpu_skills.providers.base import Offer, Requirements, SshEndpoint
+from gpu_skills.providers.base import Offer, Requirements, Search, SshEndpoint
 
 
 class SshProvider:
@@ -18,6 +18,11 @@ class SshProvider:
     def __init__(self, hosts: Mapping[str, HostConfig], host: str | None = None):
         self._hosts = hosts
         self._host = host
+
+    def search(self, need: Requirements) -> Search:
+        """What the hosts have, only a look at them tells: nothing is filtered here."""
+        offers = self.offers(need)
+        return Search(offers, len(offers))
 
     def offers(self, need: Requirements) -> list[Offer]:
         if self._host is None and not self._hosts:
