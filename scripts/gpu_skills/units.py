@@ -59,6 +59,11 @@ def format_bytes(count: float) -> str:
     return f"{value:.1f} TB"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def usd(value: Decimal | int | float | str) -> Decimal:
     """Money rounded to the six places that records hold."""
     return Decimal(str(value)).quantize(_MICRO, rounding=ROUND_HALF_EVEN)
@@ -71,6 +76,8 @@ def json_number(value: Decimal) -> int | float:
 
 
 def format_usd(value: Decimal | float | int) -> str:
-    """`$0.0042`, `$1.50`: cents unless the amount is below ten cents."""
+    """`$0.0042`, `$1.50`: cents unless the amount is below ten cents; `<$0.0001` is not nothing."""
     amount = usd(value)
+    if 0 < amount < Decimal("0.0001"):
+        return "<$0.0001"
     return f"${amount:.4f}" if 0 < abs(amount) < Decimal("0.1") else f"${amount:.2f}"

@@ -218,6 +218,27 @@ def test_progress_is_shown_with_unit_and_rate(project, gpu):
     assert result.document["progress"]["unit"] == "rows" and result.document["progress"]["value"] == 300
 
 
+def test_a_standstill_is_an_event_that_status_shows_while_the_job_runs(project, gpu):
+    (project / "gpujob.yaml").write_text("run: echo progress rows=3; sleep 300\nprogress: {unit: rows, stall: 1s}\n")
+    gpu("job", "run", "--detach", "--json")
+    deadline = time.monotonic() + 20
+    while not (events := gpu("job", "status", "--json").document.get("events")):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert (events[0]["event"], events[0]["unit"], events[0]["value"]) == ("no_progress", "rows", 3)
+    assert "event: no_progress (" in gpu("job", "status").stdout
+    assert gpu("job", "cancel", "--json").document["state"] == "cancelled"
+    assert gpu("job", "status", "--json").document["events"][0] == events[0]
+
+
+def test_whoever_follows_a_job_is_told_once_that_it_stands_still(project, gpu):
+    (project / "gpujob.yaml").write_text("run: echo progress rows=3; sleep 4\nprogress: {unit: rows, stall: 1s}\n")
+    result = gpu("job", "run", "--json")
+    assert result.exit_code == 0
+    assert result.stderr.count("J-000001: no more rows for ") == 1
+    assert "next: gpu job status J-000001, or gpu job cancel J-000001" in result.stderr
+
+
 def test_the_session_budget_ends_a_job_with_124_and_names_the_limit(project, gpu):
     # On this machine the rate is 0, so the deadline of the session is what ends it.
     (project / "gpu.yaml").write_text("provider: local\nlifecycle: {max_lifetime: 3s}\n")

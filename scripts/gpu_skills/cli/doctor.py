@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import click
 
 from gpu_skills.cli.base import command
@@ -23,7 +26,7 @@ def doctor(context: Context, show_config: bool) -> Output:
 
     if show_config:
         rows = context.config.describe()
-        lines = [f"{r['key']} = {r['value']}    ({r['where']})" for r in rows]
+        lines = [f"{r['key']}: {_as_yaml(r['value'])}    ({r['where']})" for r in rows]
         return Output({"config": rows}, "\n".join(lines))
     findings = checkup.computer(context.environ)
     try:
@@ -44,3 +47,8 @@ def doctor(context: Context, show_config: bool) -> Output:
     return Output(
         {"findings": [vars(f) for f in findings], "problems": len(bad)}, "\n".join(lines), exit_code=1 if bad else 0
     )
+
+
+def _as_yaml(value: Any) -> str:
+    """As one would write it in gpu.yaml: null and true, not Python's words for them."""
+    return value if isinstance(value, str) else json.dumps(value)

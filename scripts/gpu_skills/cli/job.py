@@ -13,7 +13,7 @@ from gpu_skills.cli.job_view import job_document, job_text, line_document, summa
 from gpu_skills.cli.job_watch import show_line, stream
 from gpu_skills.cli.output import Output, say, table
 from gpu_skills.errors import EXIT_CANCELLED
-from gpu_skills.units import format_bytes, format_duration, format_usd
+from gpu_skills.units import counted, format_bytes, format_duration, format_usd
 
 _HERE = "gpu_skills.cli.job:"
 job = LazyGroup(
@@ -185,7 +185,7 @@ def status(context: Context, job_id: str | None) -> Output:
         if not context.ledger.is_open(line):
             answer = None  # the ledger has the end now, also one the machine knows nothing of
     document = job_document(context, line["id"], answer, line)
-    if context.ledger.is_open(line) and JobFolder(context.project, line["id"]).events.exists():
+    if JobFolder(context.project, line["id"]).events.exists():
         document["events"] = _events(context, line["id"])
     return Output(document, job_text(document))
 
@@ -358,12 +358,13 @@ def _pull(context: Context, link: Any, job_id: str, *, destination: Path | None 
         "skipped": got.skipped[:50],
     }
     new = f"{got.report.new} new ({format_bytes(got.report.bytes)})"
-    text = f"{got.files} output files in {shown}: {new}, {got.report.unchanged} unchanged"
+    text = f"{counted(got.files, 'output file')} in {shown}: {new}, {got.report.unchanged} unchanged"
     if got.report.changing:
         text += f", {len(got.report.changing)} still being written (pull again later)"
     if got.skipped:
         text += f"; not pulled: {', '.join(str(s.get('path')) for s in got.skipped[:5])}"
-    return Output(document, text if got.files or got.skipped else "no outputs")
+    nothing = "no outputs" if got.final else f"no outputs of {job_id} yet"
+    return Output(document, text if got.files or got.skipped else nothing)
 
 
 # shared by the verbs --------------------------------------------------------------------------------
@@ -389,8 +390,13 @@ def _submission(context: Context, job_id: str) -> dict[str, Any]:
 
 
 def _ask(context: Context, job_id: str) -> dict[str, Any] | None:
+    from gpu_skills.jobs import observe
+
     link = context.machine_link(_submission(context, job_id)["machine_id"])
-    return _settle(context, link).get(job_id)
+    answer = _settle(context, link).get(job_id)
+    if answer is not None and answer["state"] == "running" and context.may_write:
+        observe.sync_events(context.project, link, job_id)
+    return answer
 
 
 def _settle(context: Context, link: Any) -> dict[str, dict[str, Any]]:
@@ -439,7 +445,7 @@ def _shown_path(context: Context, path: Path) -> str:
 
 def _say_packed(packed: Any) -> None:
     files = sum(1 for e in packed.tree.entries if not e.is_dir)
-    text = f"{files} files, {format_bytes(packed.total_bytes)}"
+    text = f"{counted(files, 'file')}, {format_bytes(packed.total_bytes)}"
     if packed.left_out:
         shown = ", ".join(f"{o.path} ({format_bytes(o.bytes)})" for o in packed.left_out[:8])
         more = len(packed.left_out) - 8

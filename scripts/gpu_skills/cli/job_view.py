@@ -10,6 +10,7 @@ from gpu_skills.units import format_bytes, format_duration, format_usd
 
 SHOWN_OUTPUTS = 50
 SHOWN_STALL_S = 30
+ALL_DONE = "gpu job ls"  # nothing is left to do for this job
 
 
 def job_document(
@@ -68,7 +69,7 @@ def _next_step(document: dict[str, Any]) -> str:
     if document["outputs"] and not document["collected"]:
         return f"gpu job pull {document['job']}"
     if document["state"] == "succeeded":
-        return "gpu job ls"
+        return ALL_DONE
     return f"gpu job logs --tail 50 {document['job']}"
 
 
@@ -83,7 +84,10 @@ def job_text(document: dict[str, Any]) -> str:
         lines.append(f"  … and {more} more")
     if document["outputs_dir"]:
         lines.append(f"pulled to {document['outputs_dir']}" + ("" if document["collected"] else " (not final)"))
-    lines.append(f"next: {document['next_step']}")
+    for event in document.get("events", [])[-3:]:
+        lines.append(f"event: {_event_text(event)}")
+    if document["state"] != "succeeded" or document["next_step"] != ALL_DONE:
+        lines.append(f"next: {document['next_step']}")
     return "\n".join(lines)
 
 
@@ -94,6 +98,13 @@ def progress_text(progress: dict[str, Any]) -> str:
         return f"{text}, no more for {format_duration(progress['stalled_s'])}"
     rate = progress["rate_per_s"]
     return text if rate is None else f"{text}, {_figure(rate)}/s"
+
+
+def _event_text(event: dict[str, Any]) -> str:
+    """`no_progress (stalled_s 612, unit rows, value 3) at 2026-11-30T19:29:21Z`. A machine wrote it: anything goes."""
+    shown = {k: f"{v:g}" if type(v) is float else str(v) for k, v in event.items() if k not in ("event", "ts")}
+    details = " (" + ", ".join(f"{k} {v}" for k, v in shown.items()) + ")" if shown else ""
+    return one_line(f"{event.get('event')}{details} at {event.get('ts')}", limit=300)
 
 
 def _figure(value: float) -> str:
@@ -109,13 +120,11 @@ def summary(document: dict[str, Any]) -> str:
         parts[0] += f" ({document['phase']})"
     if document["exit_code"] is not None:
         parts.append(f"exit {document['exit_code']}")
-    if document["reason"] and document["reason"] != "exit_code":
+    error = document.get("error") if document["state"] not in ("running", "succeeded") else None
+    if document["reason"] and document["reason"] != "exit_code" and not error:  # an error begins with it
         parts.append(one_line(str(document["reason"]), limit=200))
     if document["duration_s"] is not None:
         parts.append(format_duration(document["duration_s"]))
     if document["cost_usd"] is not None:
         parts.append(format_usd(document["cost_usd"]))
-    text = ", ".join(parts)
-    if document["state"] not in ("running", "succeeded") and document.get("error"):
-        text += f": {document['error']}"
-    return text
+    return ", ".join(parts) + (f": {error}" if error else "")

@@ -14,16 +14,21 @@ from gpu_skills.cli.output import FORMAT, print_json, print_text, say
 from gpu_skills.errors import one_line
 from gpu_skills.units import format_duration, format_usd
 
-WATCHED_WAIT_S = 2.0  # how long a question to the machine may take while somebody looks at the status line
+# How long a question to the machine may take: the status line and a standstill need its answer also when no log comes.
+WATCHED_WAIT_S = 2.0
+UNWATCHED_WAIT_S = 10.0
 SILENCE_S = 10.0
 
 
 def stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: bool = False) -> Any:
     """Print the log as it comes; returns the last piece."""
     from gpu_skills.jobs import follow as following
+    from gpu_skills.jobs.records import JobFolder
 
     folder, last = following.LineFolder(), None
-    status = _StatusLine(context, link, job_id) if context.is_watched else None
+    spec = (JobFolder(context.project, job_id).read("job") or {}).get("spec") or {}
+    standstill = _Standstill(job_id, (spec.get("progress") or {}).get("stall_s"))
+    status = _StatusLine(context, link, job_id, spec.get("timeout_s")) if context.is_watched else None
     bottom = BottomRows(sys.stderr, status.rows, style=context.dim) if status is not None else nullcontext()
 
     def above(write: Callable[[], object]) -> None:
@@ -45,7 +50,7 @@ def stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: 
         clock=context.clock,
         offset=offset,
         say=lambda line: above(lambda: say(line)),
-        **({"wait_s": WATCHED_WAIT_S} if status is not None else {}),
+        wait_s=WATCHED_WAIT_S if status is not None or standstill.is_looked_for else UNWATCHED_WAIT_S,
     )
     with bottom:
         for piece in pieces:
@@ -56,6 +61,8 @@ def stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: 
                 status.see(piece.status, folder.unfinished())
             if texts:
                 above(lambda texts=texts: show(texts))
+            if notice := standstill.notice(piece.status):
+                above(lambda notice=notice: say(notice))
     if texts := folder.finish():
         show(texts)
     return last
@@ -68,18 +75,34 @@ def show_line(context: Context, job_id: str, text: str, piece: Any) -> None:
         print_text(text + "\n")
 
 
+class _Standstill:
+    """Says once, for each time it happens, that the job's progress stands still for longer than `progress.stall`."""
+
+    def __init__(self, job_id: str, stall_s: float | None):
+        self._job, self._stall_s = job_id, stall_s
+        self.is_looked_for = stall_s is not None
+        self._told = False
+
+    def notice(self, status: dict[str, Any]) -> str | None:
+        progress = status.get("progress")
+        if self._stall_s is None or progress is None or status["state"] != "running":
+            return None
+        told, self._told = self._told, progress["stalled_s"] >= self._stall_s
+        if told or not self._told:
+            return None
+        what = f"no more {one_line(progress['unit'], limit=200)} for {format_duration(progress['stalled_s'])}"
+        return f"{self._job}: {what}; next: gpu job status {self._job}, or gpu job cancel {self._job}"
+
+
 class _StatusLine:
     """Where a running job stands, by what the machine said last; below the line its program has not finished yet."""
 
-    def __init__(self, context: Context, link: Any, job_id: str):
-        from gpu_skills.jobs.records import JobFolder
-
-        spec = (JobFolder(context.project, job_id).read("job") or {}).get("spec") or {}
+    def __init__(self, context: Context, link: Any, job_id: str, timeout_s: float | None):
         self._job = job_id
         self._host = link.machine.host
         self._clock = context.clock
         self._rate_usd_hr = float(link.machine.rate_json or 0)
-        self._timeout_s = spec.get("timeout_s")
+        self._timeout_s = timeout_s
         self._status: dict[str, Any] = {}
         self._seen_at_s = context.clock.monotonic()
         self._unfinished = ""

@@ -9,7 +9,7 @@ import click
 from gpu_skills.cli.base import command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.output import Output, table
-from gpu_skills.units import format_usd
+from gpu_skills.units import counted, format_usd
 
 GROUPS = ("provider", "model", "status", "day", "kind")
 
@@ -56,11 +56,11 @@ def _add_failed_creates(context: Context, document: dict[str, Any], since: str |
 def _text(document: dict[str, Any], *, everything: bool) -> str:
     rows = [[row["key"] or "-", str(row["jobs"]), format_usd(row["cost_usd"])] for row in document["rows"]]
     lines = [table(rows, [document["by"].upper(), "LINES" if everything else "JOBS", "COST"])] if rows else []
-    total = f"total: {format_usd(document['total_usd'])} over {document['jobs']} jobs"
-    lines.append(total + (f" and {document['charges']} charges" if everything else ""))
+    total = f"total: {format_usd(document['total_usd'])} over {counted(document['jobs'], 'job')}"
+    lines.append(total + (f" and {counted(document['charges'], 'charge')}" if everything else ""))
     count = len(document["attempts"]) + document["attempts_left_out"]
     if count:
-        lines.append(f"{count} creates without a machine, $0:")
+        lines.append(f"{counted(count, 'create')} without a machine, $0:")
         shown = [
             [a["ts"], a["provider"] or "-", a["result"] or "no outcome", a["reason"] or "-"]
             for a in document["attempts"]

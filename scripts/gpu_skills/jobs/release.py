@@ -16,7 +16,7 @@ from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.state.ledger import Ledger
 from gpu_skills.state.project import Project
-from gpu_skills.units import format_bytes
+from gpu_skills.units import counted, format_bytes
 
 
 def give_back(
@@ -40,7 +40,7 @@ def give_back(
         if lost:
             raise NotCollected(
                 jobs="; ".join(
-                    f"{job}: {len(files)} files, {format_bytes(sum(f['bytes'] for f in files))}"
+                    f"{job}: {counted(len(files), 'file')}, {format_bytes(sum(f['bytes'] for f in files))}"
                     for job, files in lost.items()
                 ),
                 next_step=f"gpu job pull {next(iter(lost))}",
