@@ -108,7 +108,12 @@ class Context:
         else:
             from gpu_skills.lifecycle.connect import connect
 
-            link = connect(machine, known_hosts=self.project.state / "known_hosts", environ=self.environ)
+            link = connect(
+                machine,
+                known_hosts=self.project.state / "known_hosts",
+                environ=self.environ,
+                may_write=self.may_write,
+            )
         self._open.append(link)
         return link
 

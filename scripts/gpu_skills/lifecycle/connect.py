@@ -31,20 +31,26 @@ class Link:
         self.session.close()
 
 
-def connect(machine: Machine, *, known_hosts: Path, environ: Mapping[str, str]) -> Link:
-    """Open a link. Raises RemoteError kinds: unreachable, wrong host key, no login, no python3 or bash."""
+def connect(machine: Machine, *, known_hosts: Path, environ: Mapping[str, str], may_write: bool = True) -> Link:
+    """Open a link. Raises RemoteError kinds: unreachable, wrong host key, no login, no python3 or bash.
+
+    may_write: False in Audit: no runner is installed there and no host key pinned here.
+    """
     from gpu_skills.remote.session import Session
 
     if machine.endpoint is None:
         from gpu_skills.remote.transport import LocalTransport
 
-        return Link(machine, Session.open(LocalTransport(), root=machine.root or local_root(environ)))
+        root = machine.root or local_root(environ)
+        return Link(machine, Session.open(LocalTransport(), root=root, may_install=may_write))
 
     from gpu_skills.remote.bulk import Bulk
     from gpu_skills.remote.ssh import SshTransport
 
-    transport = SshTransport(machine.endpoint, machine_id=machine.id, known_hosts=known_hosts, environ=environ)
-    return Link(machine, Session.open(transport, root=machine.root), Bulk(transport))
+    transport = SshTransport(
+        machine.endpoint, machine_id=machine.id, known_hosts=known_hosts, environ=environ, may_pin=may_write
+    )
+    return Link(machine, Session.open(transport, root=machine.root, may_install=may_write), Bulk(transport))
 
 
 def local_root(environ: Mapping[str, str]) -> str:

@@ -71,10 +71,14 @@ def fingerprint(blob: bytes) -> str:
 
 
 class Pins:
-    """The pinned keys in one file. Only machine ids of ours are names in it."""
+    """The pinned keys in one file. Only machine ids of ours are names in it.
 
-    def __init__(self, path: Path):
+    may_write: False for whoever only reads; a first contact is then judged and not remembered.
+    """
+
+    def __init__(self, path: Path, *, may_write: bool = True):
         self.path = path
+        self._may_write = may_write
 
     def get(self, machine_id: str) -> Pin | None:
         return self._read().get(machine_id)
@@ -116,7 +120,8 @@ class Pins:
             origin = "known_hosts"
         else:
             origin = "tofu"
-        return self._add(Pin(machine_id, shown, origin), host)
+        pin = Pin(machine_id, shown, origin)
+        return self._add(pin, host) if self._may_write else pin
 
     def forget(self, machine_id: str) -> bool:
         """Take a pin away; the next contact is a first one again. False when there was none."""

@@ -25,6 +25,7 @@ from gpu_skills.errors import (
     NotWritable,
     OutcomeUnknown,
     ProtocolError,
+    RemoteError,
     Unreachable,
 )
 from gpu_skills.remote.answers import (
@@ -68,6 +69,12 @@ class Frame:
     payload: Buffer = b""
 
 
+class RunnerAbsent(RemoteError):
+    code = "runner_absent"
+    template = "{host} does not have this version's runner yet, and a command that only reads installs none"
+    next_step = "gpu setup"
+
+
 @dataclass(frozen=True)
 class Greeting:
     runner: str
@@ -80,8 +87,11 @@ class Greeting:
 class Session:
     """An open conversation. A connection that broke is opened again by the next call, when that is safe."""
 
-    def __init__(self, transport: Transport, *, root: str | None = None, runner: Path | None = None):
+    def __init__(
+        self, transport: Transport, *, root: str | None = None, runner: Path | None = None, may_install: bool = True
+    ):
         self.transport = transport
+        self._may_install = may_install
         self.root = root or DEFAULT_ROOT
         self._runner = runner or resources.runner()
         self._channel: Channel | None = None
@@ -89,13 +99,16 @@ class Session:
         self.greeting: Greeting
 
     @classmethod
-    def open(cls, transport: Transport, *, root: str | None = None, runner: Path | None = None) -> Session:
+    def open(
+        cls, transport: Transport, *, root: str | None = None, runner: Path | None = None, may_install: bool = True
+    ) -> Session:
         """Connect and greet; installs the runner when the machine has another one or none.
 
+        may_install: False for whoever only reads; a machine without our runner is then RunnerAbsent.
         root: its folder on the machine, `~/…` is the home of the user there. Raises the kinds of RemoteError, among
         them MachineLacks for a machine without python3 or bash.
         """
-        session = cls(transport, root=root, runner=runner)
+        session = cls(transport, root=root, runner=runner, may_install=may_install)
         session._connect()
         return session
 
@@ -233,6 +246,8 @@ class Session:
         greeting = self._start(_serve_command(self.transport.python, self.root, digest), b"")
         if greeting is None or greeting.runner != digest:
             self._drop()
+            if not self._may_install:
+                raise RunnerAbsent(host=self.host)
             install = _install_command(self.transport.python, self.root, digest, len(source))
             greeting = self._start(install, source)
         if greeting is None or greeting.runner != digest:

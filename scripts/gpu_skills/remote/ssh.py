@@ -42,6 +42,7 @@ class SshTransport:
     """A machine reached over SSH. Connects at the first `start`; further channels share the connection.
 
     known_hosts: our own file of pins. vouched: a host key fingerprint the provider's log printed, for first contact.
+    may_pin: False for whoever only reads.
     """
 
     python = "python3"
@@ -55,11 +56,12 @@ class SshTransport:
         config_file: Path | None = None,
         environ: Mapping[str, str] | None = None,
         vouched: str | None = None,
+        may_pin: bool = True,
     ):
         self.endpoint = endpoint
         self.host = endpoint.host
         self.machine_id = machine_id
-        self.pins = Pins(Path(known_hosts))
+        self.pins = Pins(Path(known_hosts), may_write=may_pin)
         self.config_file = config_file
         self.environ = dict(os.environ if environ is None else environ)
         self._vouched = vouched
