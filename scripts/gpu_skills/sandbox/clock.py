@@ -51,6 +51,10 @@ class VirtualClock:
         self.settle: Callable[[], Any] = bool
         self.on_failure: Callable[[Exception], Any] = _raise
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped
+
     def now(self) -> float:
         return self._base if self._frozen else self._base + time.monotonic() - self._began
 

@@ -167,6 +167,7 @@ class World:
         self.log: deque[dict[str, Any]] = deque(maxlen=100_000)
         self.crashes: deque[str] = deque(maxlen=100)  # defects of the sandbox itself; a test asserts there are none
         self.url = ""
+        self.limit_mode = "count"  # see http.Limits; for limits that only the vendor's own face can count
         self._has_containers = containers
         self._numbers = itertools.count(20_000_000 + self.dice.randrange(1_000_000))
         self._mark = secrets.token_hex(4)
@@ -326,15 +327,22 @@ class World:
         self.rebill(instance)
         return True
 
-    def stop(self, instance: Instance, *, reason: str = "stopped by its owner", keep_gpus: bool = False) -> None:
-        """Stop it. Its GPUs become free for others unless `keep_gpus`."""
+    def stop(
+        self,
+        instance: Instance,
+        *,
+        reason: str = "stopped by its owner",
+        keep_gpus: bool = False,
+        wipe: bool = False,
+    ) -> None:
+        """Stop it. Its GPUs become free for others unless `keep_gpus`. wipe: its container disk does not survive."""
         instance.turn += 1
         instance.intended, instance.is_waiting, instance.reason = "stopped", False, reason
         if instance.phase in ("stopped", "destroyed"):
             self.rebill(instance)
             return
         instance.phase = "stopping"
-        self._halt_container(instance)
+        self._halt_container(instance, wipe=wipe)
 
         def stopped() -> None:
             instance.phase = "stopped"
@@ -346,14 +354,15 @@ class World:
         self._after(instance, self.delays.stopping_s, stopped)
         self.rebill(instance)
 
-    def reboot(self, instance: Instance, *, wipe: bool = False) -> None:
+    def reboot(self, instance: Instance, *, wipe: bool = False, delay_s: float | None = None) -> None:
         """Stop and start the container on the same GPUs. wipe: a fresh container disk and possibly a new port."""
         instance.turn += 1
         instance.phase = "stopping"
         keep_port = 0 if wipe else instance.port
         instance.old_port = instance.port
         self._halt_container(instance, wipe=wipe)
-        self._after(instance, self.delays.reboot_s, lambda: self._boot(instance, port=keep_port))
+        delay_s = self.delays.reboot_s if delay_s is None else delay_s
+        self._after(instance, delay_s, lambda: self._boot(instance, port=keep_port))
         self.rebill(instance)
 
     def destroy(self, instance: Instance) -> bool:
@@ -457,9 +466,9 @@ class World:
         self._halt_container(instance)
         self.rebill(instance)
 
-    def restart_container(self, instance: Instance, *, wipe: bool = False) -> None:
+    def restart_container(self, instance: Instance, *, wipe: bool = False, delay_s: float | None = None) -> None:
         """As a vendor does when the main process ended: the same GPUs, billing goes on."""
-        self.reboot(instance, wipe=wipe)
+        self.reboot(instance, wipe=wipe, delay_s=delay_s)
 
     def _command_ended(self, instance: Instance, turn: int, code: int) -> None:
         with self.lock:
