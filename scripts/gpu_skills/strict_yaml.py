@@ -69,7 +69,7 @@ def read_text(path: Path, *, shown: str | None = None, max_bytes: int = MAX_BYTE
     shown = shown or path.name
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as exc:
         raise fault(shown, None, f"cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def pull(
                 "final": final and not report.changing,
                 "files": len(listed) - len(report.changing),
                 "bytes": sum(e.size for e in listed),
-                "destination": str(destination),
+                "destination": os.fsencode(destination).decode("utf-8", "replace"),
             },
         )
     return Collected(
