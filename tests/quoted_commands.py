@@ -28,8 +28,10 @@ PLACEHOLDERS = {
     "P": "local",
     "D": ".",
     "PROVIDER": "hf",
+    "KIND": "deployments",
+    "STATE": "failed",
 }
-_FENCE = re.compile(r"^(?P<indent>[ >]*)(?P<marks>`{3,}|~{3,})\s*(?P<language>[\w-]*)")
+_FENCE = re.compile(r"^(?P<indent>[ >]*)(?P<marks>`{3,}|~{3,})\s*(?P<language>[\w-]*)[ \t]*(?P<info>.*)")
 _INLINE = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\s*\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
 _SUBSTITUTION = re.compile(r"\$\(\s*((?:\S*/)?gpu\s[^()]*)\)")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
@@ -48,9 +50,12 @@ class Quoted:
 
 @dataclass(frozen=True)
 class Fence:
+    """A fenced block. info: what stands behind the language, such as the name of the file that it shows."""
+
     language: str
     line: int
     text: str
+    info: str = ""
 
 
 def fences(text: str) -> list[Fence]:
@@ -65,7 +70,7 @@ def fences(text: str) -> list[Fence]:
             if mark:
                 opened, lines, start = mark, [], number
         elif mark and mark["marks"].startswith(opened["marks"]) and not line.strip(" >").strip(opened["marks"][0]):
-            found.append(Fence(opened["language"].lower(), start, "\n".join(lines)))
+            found.append(Fence(opened["language"].lower(), start, "\n".join(lines), opened["info"].strip()))
             opened = None
         else:
             lines.append(line.removeprefix(opened["indent"]))

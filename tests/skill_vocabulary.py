@@ -16,7 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 WORD = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 VARIABLE = re.compile(r"\$?([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)(?:=.*)?")
 # Programs and words of the world outside.
-OUTSIDE = {"bash", "python", "python3", "rsync", "ssh", "pip", "torch", "numpy", "nvidia-smi", "cd", "export", "except"}
+OUTSIDE = {
+    "bash", "python", "python3", "rsync", "ssh", "pip", "torch", "numpy", "nvidia-smi", "cd", "export", "except", "jq",
+    # ComfyUI: keys of a history entry and of an answer of /prompt; the folder of what others wrote for it
+    "execution_error", "node_errors", "custom_nodes", "libcudart",
+}  # fmt: skip
+# `(exit 3, `not_collected`)`: how a skill says what a refusal looks like.
+_EXIT_AND_CODE = re.compile(r"\(exit (\d+), `([\w-]+)`\)")
 
 
 @functools.cache
@@ -85,7 +91,7 @@ def misfit(value: Any, schema: dict[str, Any], at: str = "") -> str | None:
     """The first key or fixed value of a sample that the schema does not know. A sample may leave things out."""
     if "enum" in schema and not isinstance(value, dict | list) and value not in schema["enum"]:
         return f"{at}: {value!r} is none of {schema['enum']}"
-    if isinstance(value, dict):
+    if isinstance(value, dict) and ("properties" in schema or "object" not in schema.get("type", ())):
         for key, inner in value.items():
             known = schema.get("properties", {})
             if key not in known:
@@ -112,3 +118,44 @@ def sample_problem(text: str) -> str | None:
             return None
         found.append((len(set(sample) & set(schema_words(json.loads(path.read_text())))), f"{path.name}: {problem}"))
     return max(found)[1]
+
+
+def wrong_exits(text: str, page: str) -> list[str]:
+    """`(exit N, `code`)` where no error has that code, or where it ends with another exit code."""
+    from gpu_skills.cli.reference import import_everything
+    from gpu_skills.errors import all_errors
+
+    import_everything()
+    exits = {error.code: error.exit_code for error in all_errors() if "code" in vars(error)}
+    plain = " ".join(text.split())
+    return [
+        f"{page}: {code} ends with {exits.get(code, 'nothing: there is no such code')}, not {stated}"
+        for stated, code in _EXIT_AND_CODE.findall(plain)
+        if exits.get(code) != int(stated)
+    ]
+
+
+def record_problems(text: str, file: str) -> list[str]:
+    """Why a block that shows a file of `.pi/gpu` is not what that file may hold. Fields nobody knows are wrong, too."""
+    from gpu_skills import schemas
+    from gpu_skills.cli.state_reference import RECORDS
+
+    schema = {record.file: record.schema for record in RECORDS}.get(file)
+    if schema is None:
+        return [f"there is no {file}"]
+    try:
+        parsed = [json.loads(line) for line in text.split("\n")] if file.endswith(".jsonl") else json.loads(text)
+    except ValueError as exc:
+        return [f"{file}: not JSON: {exc}"]
+    found = []
+    for record in parsed if isinstance(parsed, list) else [parsed]:
+        found += [f"{file}: {problem.message}" for problem in schemas.problems(record, schema)]
+        if unknown := misfit(record, schemas.load(schema), ""):
+            found.append(f"{file}: {unknown}")
+    return found
+
+
+def first_column(text: str, heading: str) -> list[str]:
+    """The words in code in the first column of the table whose first heading this is."""
+    rows = text.split(f"\n| {heading} |", 1)[1].split("\n\n", 1)[0].split("\n")[2:]
+    return [word for row in rows for word in re.findall(r"`(\w+)`", row.split("|")[1])]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -199,3 +201,54 @@ def test_the_readme_begins_with_what_it_is_for_and_the_two_commands() -> None:
     first = next(fence for fence in fences(text))
     assert re.findall(r"^scripts/\w+", first.text, re.MULTILINE) == ["scripts/gpu", "scripts/test"]
     assert len(quoted_commands(text, "README.md")) > 10
+
+
+# the inventory --------------------------------------------------------------------------------------------------------
+
+
+def test_the_inventory_of_this_repository_is_dated_and_adds_up() -> None:
+    text = (ROOT / "GPU_INSTANCES.md").read_text(encoding="utf-8")
+    assert inventory_problems(text) == []
+
+
+ROW = "| vast:46607014 | image-server | 1234 | RTX 4090 | DE | ready | 0.35 | audit 2026-11-30T18:08Z |"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (("Last updated: 2026", "Last updated: soon, 2026"), "no date"),
+        (("|---|\n\n## Stopped", f"|---|\n{ROW}\n\n## Stopped"), "total burn is 0.35 and 252.00, not 0.00 and 0.00"),
+        (("|---|\n\n## Stopped", "|---|\n| – | – | – | – | – | – | – | – |\n\n## Stopped"), "'–' is no instance"),
+        (("| region |", "| place |"), "columns"),
+    ],
+)
+def test_an_inventory_that_does_not_add_up_is_found(change: tuple[str, str], problem: str) -> None:
+    text = (ROOT / "GPU_INSTANCES.md").read_text(encoding="utf-8")
+    assert change[0] in text
+    assert problem in " · ".join(inventory_problems(text.replace(change[0], change[1], 1)))
+
+
+def inventory_problems(text: str) -> list[str]:
+    """What keeps an inventory from being read by people and programs alike."""
+    found = []
+    if not re.search(r"^Last updated: \d{4}-\d\d-\d\d$", text, re.MULTILINE):
+        found.append("no date")
+    burn = Decimal(0)
+    for rate in ("rate USD/h", "storage USD/h"):
+        columns = f"| instance | workload | machine | GPU | region | status | {rate} | evidence |"
+        head = f"{columns}\n{'|---' * 8}|\n"
+        if head not in text:
+            found.append(f"the columns of the table with {rate} are others")
+            continue
+        for row in itertools.takewhile(lambda line: line.startswith("|"), text.split(head, 1)[1].splitlines()):
+            cells = [cell.strip() for cell in row.strip("|").split("|")]
+            if not re.fullmatch(r"[a-z0-9]+:\S+", cells[0]):
+                found.append(f"{cells[0]!r} is no instance")
+            else:
+                burn += Decimal(cells[6])
+    total = re.search(r"^Total burn: ([\d.]+) USD/h, ([\d.]+) USD in 30 days$", text, re.MULTILINE)
+    if not total or (Decimal(total[1]), Decimal(total[2])) != (burn, burn * 720):
+        said = f"{total[1]} and {total[2]}" if total else "said"
+        found.append(f"total burn is {burn:.2f} and {burn * 720:.2f}, not {said}")
+    return found
