@@ -14,12 +14,16 @@ from gpu_skills.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
     from gpu_skills.config import GpuConfig
+    from gpu_skills.credentials import Credential
     from gpu_skills.lifecycle.connect import Link
     from gpu_skills.lifecycle.machines import Machine
-    from gpu_skills.providers.base import Offer
+    from gpu_skills.providers.base import Offer, RentedReader, RentedWriter
     from gpu_skills.state.ledger import Ledger
     from gpu_skills.state.policy import Policy
     from gpu_skills.state.project import Project
+
+OWN_PROVIDERS = ("local", "ssh")
+RENTED_PROVIDERS = ("vast", "runpod")
 
 
 class Context:
@@ -33,12 +37,15 @@ class Context:
         clock: Clock | None = None,
         connect: Callable[[Machine], Link] | None = None,
         system_policy: Path | None = None,
+        wire: Callable[..., Any] | None = None,
     ):
         self.cwd = cwd or Path.cwd()
         self.environ = os.environ if environ is None else environ
         self.clock = clock or SystemClock()
         self._connect = connect
         self._system_policy = system_policy
+        self._wire = wire
+        self._clients: dict[Credential, Any] = {}
         self._open: list[Link] = []
         self.json = False
         self.mode_flag: str | None = None
@@ -89,6 +96,7 @@ class Context:
         return self.provider(self.config.provider).offers(need)
 
     def provider(self, name: str) -> Any:
+        """What reads from a provider. Of a rented one: MissingCredential without a key."""
         if name == "local":
             from gpu_skills.providers.local import LocalProvider
 
@@ -98,9 +106,86 @@ class Context:
             from gpu_skills.providers.ssh import SshProvider
 
             return SshProvider(load_hosts(self.project.root, environ=self.environ), self.config.host)
-        from gpu_skills.errors import ConfigError
+        return self.provider_with(self.provider_key(name))
 
-        raise ConfigError(file="gpu.yaml", problem=f"unknown provider {name!r}; known: local, ssh")
+    def provider_key(self, name: str) -> Credential:
+        """The key of a rented provider, or MissingCredential."""
+        from gpu_skills import credentials
+        from gpu_skills.errors import ConfigError, MissingCredential
+
+        if name not in RENTED_PROVIDERS:
+            known = ", ".join((*OWN_PROVIDERS, *RENTED_PROVIDERS))
+            raise ConfigError(file="gpu.yaml", problem=f"unknown provider {name!r}; known: {known}")
+        key = credentials.provider_key(name, self.project.root, self.environ)
+        if key is None:
+            raise MissingCredential(provider=name)
+        return key
+
+    def provider_with(self, key: Credential) -> RentedReader:
+        """What reads from a rented provider with this key."""
+        if key.provider == "vast":
+            from gpu_skills.providers.vast import VastReader
+
+            return VastReader(self._client(key), clock=self.clock)
+        from gpu_skills.providers.runpod import RunpodReader
+
+        return RunpodReader(self._client(key))
+
+    def provider_writer(self, name: str) -> RentedWriter:
+        """What changes something at a rented provider. ModeForbids in Audit, where no such object comes to be."""
+        from gpu_skills.errors import ModeForbids
+
+        if self.mode == "audit":
+            raise ModeForbids(command=f"changing something at {name}", mode=self.mode, needed="operate")
+        client = self._client(self.provider_key(name))
+        if name == "vast":
+            from gpu_skills.providers.vast import VastWriter
+
+            return VastWriter(client)
+        from gpu_skills.providers.runpod import RunpodWriter
+
+        return RunpodWriter(client)
+
+    def _client(self, key: Credential) -> Any:
+        """One client for each key: its connections and its counts belong to the whole command."""
+        if key not in self._clients:
+            from gpu_skills import userdirs
+
+            if key.provider == "vast":
+                from gpu_skills.providers.vast import connect_vast as connect
+            else:
+                from gpu_skills.providers.runpod import connect_runpod as connect
+            try:
+                state_dir = userdirs.state_dir(self.environ)
+            except userdirs.NoHome:
+                state_dir = None
+            self._clients[key] = connect(
+                key, environ=self.environ, clock=self.clock, state_dir=state_dir, wire=self._wire
+            )
+        return self._clients[key]
+
+    def note_provider(self, name: str) -> None:
+        """Keep on record that a provider's key was accepted, and where it came from; never the key."""
+        from gpu_skills import credentials
+        from gpu_skills.clock import timestamp
+        from gpu_skills.state import registry
+
+        key = credentials.provider_key(name, self.project.root, self.environ)
+        if not self.may_write or key is None:
+            return
+        known = {"id": name, "installed": True, "authenticated": True, "credential_source": key.source}
+        records = [r for r in registry.load(self.project, "providers") if r["id"] == name]
+        if records and all(records[0].get(field) == value for field, value in known.items()):
+            return
+        before = records[0] if records else {}
+        registry.put(self.project, "providers", {**before, **known, "checked_at": timestamp(self.clock.now())})
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether some hosts.yaml names hosts of the user's own."""
+        from gpu_skills.config import load_hosts
+
+        return bool(load_hosts(self.project.root, environ=self.environ))
 
     def connect(self, machine: Machine) -> Link:
         if self._connect is not None:
@@ -119,8 +204,12 @@ class Context:
 
     def ready_machine(self, *, progress: Callable[[str], None] = say) -> Link:
         """A link to the project's machine with an open session; sets it up when none is ready."""
+        from gpu_skills.errors import Refused
         from gpu_skills.lifecycle import machines
 
+        if self.config.provider in RENTED_PROVIDERS:
+            # Its offers have no address yet: without one a link would lead to this computer.
+            raise Refused(f"a machine of {self.config.provider} is not rented by this command", next_step="gpu offers")
         return machines.set_up(
             self.project, self.config, self.offers(), connect=self.connect, clock=self.clock, say=progress
         )

@@ -21,7 +21,7 @@ from gpu_skills.units import format_usd
 @click.option(
     "--min-vram-gb", type=click.FloatRange(min=0, max=10_000), help="Memory each GPU needs; 0: none is needed."
 )
-@click.option("--provider", metavar="P", help="local (this machine) or ssh (a host of yours).")
+@click.option("--provider", metavar="P", help="local (this machine), ssh (a host of yours), vast or runpod.")
 @click.option("--host", metavar="NAME", help="With ssh: a name from hosts.yaml or your SSH configuration.")
 @click.option("--project-id", metavar="ID", help="Use this id, so that every clone has the same.")
 def init(

@@ -10,7 +10,7 @@ from gpu_skills import config, resources
 from gpu_skills.errors import ConfigError, UsageError
 from gpu_skills.state import files
 
-PROVIDERS = ("local", "ssh")
+PROVIDERS = ("local", "ssh", "vast", "runpod")
 
 
 def write_gpu_yaml(
