@@ -47,7 +47,8 @@ class Boot:
 
     environment: of the main process and all it starts. session_environment: of SSH sessions, which at some vendors do
     not see the former. command: run by bash at every start; its output is the container's log. gpus: see nvidia_smi.py.
-    sshd: False leaves starting one to the command, which finds the way in `$GPU_SANDBOX_ROOT/start.sh`.
+    sshd: False leaves starting one to the command, which finds the way in `$GPU_SANDBOX_ROOT/start.sh`: `start_script`
+    with `{sshd}` replaced by the command of an SSH server that stays in the foreground. port: of that server, if free.
     """
 
     environment: Mapping[str, str]
@@ -57,6 +58,10 @@ class Boot:
     gpus: dict[str, Any] = field(default_factory=dict)
     mounts: Mapping[str, Path | None] = field(default_factory=dict)  # mount path → directory; None: the volume disk
     sshd: bool = True
+    banner: str = ""  # text that the SSH server prints before each login
+    has_proxy: bool = False  # the vendor also offers a proxy: a second port that stays the same over restarts
+    start_script: str = "#!/bin/sh\nexec {sshd}\n"
+    port: int = 0
     on_exit: Callable[[int], Any] | None = None  # the command ended by itself with this code
 
 
@@ -67,6 +72,7 @@ class Container:
         self.directory = directory
         self.mark = mark
         self.port = 0
+        self.proxy_port = 0
         self._sshd: subprocess.Popen[bytes] | None = None
         self._main: subprocess.Popen[bytes] | None = None
 
@@ -107,12 +113,15 @@ class Container:
             self.new_host_key()
         self.authorize(boot.authorized_keys)
         self._write_environments(boot)
+        (self.etc / "banner").write_text(boot.banner)
+        if boot.has_proxy and not self.proxy_port:
+            self.proxy_port = free_port()
         if boot.sshd:
             self.port = self._start_sshd_on_a_free_port(port)
         else:
-            self.port = port or free_port()
+            self.port = port or boot.port or free_port()
             self._write_sshd_config(self.port)
-        self._write_start_script()
+        self._write_start_script(boot)
         self.log(f"container started, ssh on port {self.port}\n") if boot.sshd else self.log("container started\n")
         if boot.command:
             self._start_main(boot)
@@ -235,9 +244,11 @@ class Container:
 
     def _start_main(self, boot: Boot) -> None:
         assert boot.command is not None
+        # The habit of leaving variables for sessions in /etc/environment must not reach this machine's own file.
+        command = boot.command.replace("/etc/environment", f"{self.root}/etc/environment")
         with open(self.etc / "log", "ab") as output:
             self._main = process = subprocess.Popen(
-                ["/bin/bash", "-c", boot.command],
+                ["/bin/bash", "-c", command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -255,10 +266,10 @@ class Container:
 
             threading.Thread(target=wait, name=f"main process of {self.mark}", daemon=True).start()
 
-    def _write_start_script(self) -> None:
-        """An image's own start script: an SSH server in the foreground."""
+    def _write_start_script(self, boot: Boot) -> None:
+        """The image's own start script."""
         command = shlex.join([find_sshd(), "-D", "-f", str(self.etc / "sshd_config"), "-E", str(self.etc / "sshd.log")])
-        _write_program(self.root / "start.sh", f"#!/bin/sh\nexec {command}\n")
+        _write_program(self.root / "start.sh", boot.start_script.replace("{sshd}", command))
 
     def _start_sshd_on_a_free_port(self, wanted: int) -> int:
         failure = ""
@@ -270,15 +281,19 @@ class Container:
                 return port
             if "in use" not in failure:
                 break
+            if self.proxy_port:
+                self.proxy_port = free_port()
         raise CannotStart(f"sshd does not start: {failure}")
 
     def _write_sshd_config(self, port: int) -> None:
         (self.etc / "sshd_config").write_text(
             f"Port {port}\n"
+            f"{f'Port {self.proxy_port}' if self.proxy_port else ''}\n"
             "ListenAddress 127.0.0.1\n"
             f"HostKey {self.etc}/host_key\n"
             f"PidFile {self.etc}/sshd.pid\n"
-            f"AuthorizedKeysFile {self.etc}/authorized_keys\n"
+            f"AuthorizedKeysFile {self.etc}/authorized_keys {self.home}/.ssh/authorized_keys\n"
+            f"Banner {self.etc}/banner\n"
             f"ForceCommand {self.etc}/login\n"
             "StrictModes no\n"  # the key file may lie below a folder that everybody may write to, like /tmp
             "UsePAM no\n"
@@ -310,7 +325,10 @@ class Container:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             # Its own word, not a connection that succeeds: a stranger may listen on that port.
-            if "Server listening on" in log.read_text(errors="replace"):
+            said = log.read_text(errors="replace")
+            if "Bind to port" in said:
+                break  # of two ports it would go on with the other one
+            if said.count("Server listening on") == 1 + bool(self.proxy_port):
                 return ""
             if process.poll() is not None:
                 break

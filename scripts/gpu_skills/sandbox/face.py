@@ -44,6 +44,8 @@ class Reply:
     def encoded(self) -> bytes:
         if isinstance(self.body, bytes):
             return self.body
+        if isinstance(self.body, Iterator):
+            return next(self.body, b"")
         return json.dumps(self.body, default=_number).encode() if self.body is not None else b""
 
 
@@ -99,7 +101,8 @@ Handler = Callable[[Request], Reply]
 class Route:
     """call: the name that faults, counters and limits go by. about: the path parameter that holds an instance's id.
 
-    interval_s: the documented minimum between two such calls of one account. holds_lock: False for handlers that wait.
+    interval_s: the documented minimum between two such calls of one account; penalty_s: what a call that came too soon
+    adds. per_minute: a budget instead. holds_lock: False for handlers that wait.
     """
 
     method: str
@@ -109,6 +112,8 @@ class Route:
     mutates: bool = False
     needs_key: bool = True
     interval_s: float = 0.0
+    penalty_s: float = 0.0
+    per_minute: int = 0
     about: str | None = None
     holds_lock: bool = True
 
@@ -149,6 +154,9 @@ class Face:
         """The key of this request. Raises WireError with the vendor's own refusal."""
         raise NotImplementedError
 
+    def authorize(self, route: Route, request: Request) -> None:
+        """Refuse (WireError) what this key may not do."""
+
     def failure(self, status: int, code: str, message: str) -> Reply:
         """An error in the vendor's shape."""
         raise NotImplementedError
@@ -172,6 +180,15 @@ class Face:
     def boot(self, instance: Instance) -> Boot:
         """What the next start of its container is given."""
         raise NotImplementedError
+
+    def rented(self, instance: Instance) -> None:
+        """It was just taken into the world (lock held)."""
+
+    def came_up(self, instance: Instance) -> None:
+        """It is running, for the first time or again (lock held)."""
+
+    def outbid(self, instance: Instance) -> None:
+        """Somebody offered more for its GPUs; it is being stopped (lock held)."""
 
     def command_ended(self, instance: Instance, code: int) -> None:
         """Its main process ended by itself (lock held). The container stays up unless the vendor ends it."""

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,20 +46,30 @@ class Limits:
         assert mode in self.MODES, mode
         self.world = world
         self.mode = mode
-        self._last: dict[tuple[Any, str], float] = {}
+        self._recent: dict[Any, deque[float]] = {}
         self._lock = threading.Lock()
 
-    def is_too_soon(self, identity: Any, vendor: str, call: str, interval_s: float) -> bool:
-        if self.mode == "off" or interval_s <= 0:
+    def is_too_soon(self, identity: Any, vendor: str, route: Route) -> bool:
+        """Whether to refuse this call."""
+        if self.mode == "off" or not (route.interval_s or route.per_minute):
             return False
         now = self.world.now() if self.mode == "virtual" else time.monotonic()
         with self._lock:
-            last = self._last.get((identity, call))
-            if last is not None and now - last < interval_s:
-                self.world.too_frequent[vendor, call] += 1
-                if self.mode != "count":
-                    return True
-            self._last[identity, call] = now
+            if not self._came_too_soon((identity, vendor, route.call), route, now):
+                return False
+            self.world.too_frequent[vendor, route.call] += 1
+            return self.mode != "count"
+
+    def _came_too_soon(self, who: Any, route: Route, now: float) -> bool:
+        recent = self._recent.setdefault(who, deque(maxlen=max(route.per_minute, 1)))
+        if route.per_minute:
+            if len(recent) == route.per_minute and now - recent[0] < 60:
+                return True
+        elif recent and now - recent[-1] < route.interval_s:
+            if route.penalty_s and self.mode != "count":
+                recent[-1] = now - route.interval_s + route.penalty_s
+            return True
+        recent.append(now)
         return False
 
 
@@ -68,6 +79,7 @@ class Service:
     def __init__(self, world: World, *, limits: str = "count", admin: Any = None):
         self.world = world
         self.limits = Limits(world, limits)
+        world.limit_mode = limits
         self.admin = admin  # answers /_sandbox/…
         self.served_at = time.monotonic()
 
@@ -104,9 +116,10 @@ class Service:
         request.params = {name: unquote(value) for name, value in params.items()}
         if route.needs_key:
             request.key = face.authenticate(request)
+            face.authorize(route, request)
         self._count(face, route, request)
         identity = request.key.account.id if request.key is not None else "anybody"
-        if self.limits.is_too_soon(identity, face.vendor, route.call, route.interval_s):
+        if self.limits.is_too_soon(identity, face.vendor, route):
             raise WireError(face.too_frequent(route, {}))
         request.faults = self.world.faults.take(face.vendor, route.call, self._names(route, request))
         return self._play(face, route, request)

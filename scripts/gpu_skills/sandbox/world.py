@@ -26,7 +26,7 @@ from typing import Any
 
 from gpu_skills.sandbox import catalogue, faults
 from gpu_skills.sandbox.clock import Timer, VirtualClock
-from gpu_skills.sandbox.containers import CannotStart, Container
+from gpu_skills.sandbox.containers import USER, CannotStart, Container
 from gpu_skills.sandbox.face import Face, build_faces
 from gpu_skills.sandbox.meter import Bill
 from gpu_skills.sandbox.room import MachineRoom
@@ -167,6 +167,7 @@ class World:
         self.log: deque[dict[str, Any]] = deque(maxlen=100_000)
         self.crashes: deque[str] = deque(maxlen=100)  # defects of the sandbox itself; a test asserts there are none
         self.url = ""
+        self.ssh_user = USER  # a vendor's is root; without root the SSH servers let in their own user only
         self.limit_mode = "count"  # see http.Limits; for limits that only the vendor's own face can count
         self._has_containers = containers
         self._numbers = itertools.count(20_000_000 + self.dice.randrange(1_000_000))
@@ -310,6 +311,7 @@ class World:
         else:
             instance.phase = instance.intended = "stopped"
         self.rebill(instance)
+        self.faces[instance.vendor].rented(instance)
         if (outbid := instance.faults.get("outbid")) is not None:
             self._plan_outbid(instance, outbid)
         return instance
@@ -458,6 +460,7 @@ class World:
         if "exited" in instance.faults:
             self.container_exited(instance, 1)
         self.rebill(instance)
+        self.faces[instance.vendor].came_up(instance)
 
     def container_exited(self, instance: Instance, code: int) -> None:
         """Its container ended; the vendor keeps what it keeps billing."""
@@ -596,6 +599,7 @@ class World:
 
         def outbid() -> None:
             if instance.phase in ("created", "loading", "running"):
+                self.faces[instance.vendor].outbid(instance)
                 self.stop(instance, reason="outbid")
                 if resume_s is not None:
                     self._after(instance, _seconds(args, "resume", 60) + self.delays.stopping_s, resume)
@@ -604,7 +608,7 @@ class World:
             if instance.phase == "stopped":
                 self.start(instance)
 
-        self.clock.call_in(_seconds(args, "after", 0), self._guarded(outbid))
+        self.clock.call_in(_seconds(args, "after", 0), self.guarded(outbid))
 
     # timers --------------------------------------------------------------------------------------------------------
 
@@ -616,9 +620,11 @@ class World:
             if instance.turn == turn and not instance.is_destroyed:
                 action()
 
-        self.clock.call_in(delay_s, self._guarded(act))
+        self.clock.call_in(delay_s, self.guarded(act))
 
-    def _guarded(self, action: Callable[[], Any]) -> Callable[[], None]:
+    def guarded(self, action: Callable[[], Any]) -> Callable[[], None]:
+        """The action with the lock held, for timers."""
+
         def act() -> None:
             with self.lock:
                 action()
