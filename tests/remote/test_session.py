@@ -240,6 +240,28 @@ def test_empty_frames_without_end_are_cut_off_as_well(talk):
         session.call("log", on_data=lambda header, data: None, max_data_bytes=1_000_000)
 
 
+def test_a_stream_that_drips_is_not_waited_for(talk, monkeypatch):
+    from gpu_skills.remote import session as module
+
+    now = itertools.count(0, 1)  # every look at the clock is a second later
+    frames, got = itertools.repeat(data(b"x", i=0, last=False)), []
+    session = talk(itertools.chain([HELLO], itertools.islice(frames, 10_000)))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+    with pytest.raises(Unreachable, match="too slowly"):
+        session.call("get", on_data=lambda header, payload: got.append(payload), timeout_s=60, max_data_bytes=None)
+    assert 100 < len(got) < 10_000
+
+
+def test_a_long_stream_at_a_slow_but_honest_pace_is_read_to_its_end(talk, monkeypatch):
+    from gpu_skills.remote import session as module
+
+    now = itertools.count(0, 1)
+    frames = [data(b"x" * 20_000, i=0, last=False)] * 2_000
+    session = talk([HELLO, *frames, ok({})])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+    session.call("get", on_data=lambda header, payload: None, timeout_s=60, max_data_bytes=None)
+
+
 def test_a_header_that_drips_is_silence_in_disguise(talk, monkeypatch):
     from gpu_skills.remote import session as module
 

@@ -224,8 +224,8 @@ class Session:
         self, reader: FrameReader, on_data: OnData, timeout_s: float, max_data_bytes: int | None
     ) -> dict[str, Any]:
         received = 0
-        # Whoever collects the answer waits for its end, so that has to come; a stream is judged frame by frame.
-        end_by = time.monotonic() + 10 * timeout_s if max_data_bytes is not None else None
+        # Whoever collects the answer waits for its end, so that has to come. A stream may take as long as it is large.
+        end_by = time.monotonic() + 10 * timeout_s
         while True:
             header, payload, size = reader.next_frame(timeout_s)
             if payload is None:
@@ -233,8 +233,11 @@ class Session:
             received += size
             if max_data_bytes is not None and received > max_data_bytes:
                 raise ValueError(f"an answer of more than {max_data_bytes} bytes")
-            if end_by is not None and time.monotonic() > end_by:
+            now = time.monotonic()
+            if max_data_bytes is not None and now > end_by:
                 raise ValueError(f"an answer without end, {10 * timeout_s:g} s long so far")
+            if now > end_by + received / SLOWEST_BYTES_S:
+                raise Unreachable(host=self.host, reason="it answers too slowly to be waited for")
             on_data(header, payload)
 
     # connecting -----------------------------------------------------------------------------------------------------
