@@ -66,9 +66,8 @@ def run(args: list[str], obj: object | None = None) -> int:
         click.echo(exc.ctx.get_help() if exc.ctx else str(exc))
         return 0
     except click.UsageError as exc:
-        error = UsageError(
-            exc.format_message(), next_step=f"{exc.ctx.command_path if exc.ctx else 'gpu'} --help", found=args
-        )
+        # The arguments themselves are not repeated: one of them may be `--env NAME=SECRET`.
+        error = UsageError(_complaint(exc), next_step=f"{exc.ctx.command_path if exc.ctx else 'gpu'} --help")
     except click.ClickException as exc:
         error = UsageError(exc.format_message())
     except (click.Abort, KeyboardInterrupt):
@@ -85,6 +84,14 @@ def run(args: list[str], obj: object | None = None) -> int:
         error = Bug(message=f"{type(exc).__name__}: {exc}", log=where)
     print_error(error, as_json=as_json)
     return error.exit_code if failure_exit is None else failure_exit
+
+
+def _complaint(exc: click.UsageError) -> str:
+    """What is wrong with the call, in words that hold no secret that stood at the wrong place."""
+    message = exc.format_message()
+    if message.startswith("Got unexpected extra argument"):
+        return "there are more arguments than this command takes"
+    return message
 
 
 def _named(args: list[str]) -> click.Command | None:
