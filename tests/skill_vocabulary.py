@@ -18,6 +18,7 @@ VARIABLE = re.compile(r"\$?([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)(?:=.*)?")
 # Programs and words of the world outside.
 OUTSIDE = {
     "bash", "python", "python3", "rsync", "ssh", "pip", "torch", "numpy", "nvidia-smi", "cd", "export", "except", "jq",
+    "accelerate", "torchrun",
     # ComfyUI: keys of a history entry and of an answer of /prompt; the folder of what others wrote for it
     "execution_error", "node_errors", "custom_nodes", "libcudart",
 }  # fmt: skip
@@ -48,7 +49,9 @@ def variables() -> frozenset[str]:
     from gpu_skills.config import DEFAULTS
     from gpu_skills.remote.environment import job_environment
 
-    job = job_environment("/r", "p", "J-000001", model_id="m", hf_token="t", openai_base_url="u", openai_api_key="k")
+    job = job_environment(
+        "/r", "p", "J-000001", model_id="m", hf_token="t", openai_base_url="u", openai_api_key="k", copy=(0, 2)
+    )
     settings = {"GPU_" + key.upper().replace(".", "_") for key in DEFAULTS}
     return frozenset(job) | settings | {"GPU_MODE", "GPU_PYTHON"}
 

@@ -36,7 +36,7 @@ COMMANDS = {
     cls=LazyGroup,
     lazy=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="Every command takes --json. Start with: gpu init --jobs, then gpu job run -- CMD",
+    epilog="\b\nStart with: gpu init --jobs, then gpu job run -- CMD\nEvery command takes --json; exit codes stand in its --help.",
 )
 @click.version_option(__version__, prog_name="gpu")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document (also after any command).")
