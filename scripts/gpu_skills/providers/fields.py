@@ -21,6 +21,8 @@ def number(row: Mapping[str, Any], *names: str) -> Decimal | None:
             continue
         if isinstance(value, str) and _NUMERAL.fullmatch(value.strip()):
             value = value.strip()
+        elif isinstance(value, float):
+            value = str(value)
         elif not isinstance(value, int | Decimal):
             continue
         try:
