@@ -196,7 +196,7 @@ def status(context: Context, job_id: str | None) -> Output:
 @click.option("--tail", type=click.IntRange(1, 100_000), metavar="N", help="Only the last N lines.")
 @click.option("--offset", type=click.IntRange(min=0), help="Start at this byte; `next` of the JSON continues.")
 def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, offset: int | None) -> Output | None:
-    """The job's log. Returns at once unless -f. Control sequences are shown as text. Reads only.
+    """The job's log. Returns at once unless -f. Control sequences are taken out. Reads only.
 
     With --json: {text, offset, next, state}; with -f one such document a piece.
     """
