@@ -65,6 +65,16 @@ def test_a_runner_that_was_cut_short_is_replaced(root, allow_subprocess):
     assert installed.read_bytes() == whole
 
 
+@pytest.mark.parametrize("damage", [b"", b"import sys; sys.exit(3)\n", b"\0\0\0\0", b"print('hello')\n"])
+def test_a_runner_that_does_not_start_is_replaced(root, allow_subprocess, damage):
+    Session.open(LocalTransport(), root=str(root)).close()
+    (installed,) = root.glob("runner-*.py")
+    whole = installed.read_bytes()
+    installed.write_bytes(damage)
+    Session.open(LocalTransport(), root=str(root)).close()
+    assert installed.read_bytes() == whole
+
+
 @pytest.mark.parametrize("name", ["a b", "it's", '"q"', "$HOME", "`id`", "$(id)", ";", "é", "-n"])
 def test_any_name_can_be_the_root(tmp_path, allow_subprocess, name):
     session = Session.open(LocalTransport(), root=str(tmp_path / name))

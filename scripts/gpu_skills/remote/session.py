@@ -259,7 +259,7 @@ class Session:
         self.greeting = greeting
 
     def _start(self, command: str, source: bytes) -> Greeting | None:
-        """Run the command and read its greeting; None when the machine says that it has no runner yet."""
+        """Run the command and read its greeting; None when it has no runner yet, or one that does not start."""
         channel = self.transport.start(command)
         self._channel, self._reader = channel, FrameReader(channel, self.host)
         channel.timeout_s = GREETING_TIMEOUT_S
@@ -282,7 +282,8 @@ class Session:
             return self._greeting(line)
         status, words = channel.wait(5), channel.stderr_tail()
         self._drop()
-        if status == _NO_RUNNER:
+        is_damaged = not source and status not in (None, 127, 255) and status not in _SAID
+        if status == _NO_RUNNER or is_damaged:
             return None
         raise self._start_failed(status, words)
 
