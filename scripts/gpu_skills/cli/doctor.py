@@ -35,9 +35,12 @@ def doctor(context: Context, show_config: bool) -> Output:
         findings.append(checkup.Finding("project", "problem", exc.message, exc.next_step))
     else:
         findings += checkup.records(project)
-        findings += checkup.settings(lambda: context.config)
+        findings += checkup.settings(lambda: context.config, lambda: context.policy)
+        findings += checkup.ledger_reads(context.ledger)
         findings += checkup.machines_answer(project, context.connect)
         findings += checkup.jobs_home(project, context.ledger)
+        if not any(f.what == "policy.json" and f.verdict == "problem" for f in findings):
+            findings += checkup.idle_deployments(project, context.ledger, context.policy, context.clock.now())
     bad = [f for f in findings if f.verdict == "problem"]
     marks = {"ok": "ok  ", "note": "note", "problem": "BAD "}
     lines = [

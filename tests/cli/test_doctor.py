@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fake_clock import FakeClock
+
+pytestmark = pytest.mark.subprocess
+
+
+@pytest.fixture
+def project(tmp_path, gpu):
+    gpu("init", "--jobs")
+    return tmp_path
+
+
+def deployment(project, **more):
+    record = {"id": "dep_a", "provider": "ssh", "status": "ready", "cost_hr": 0.7}
+    record |= {"test_generation": {"succeeded": True, "at": "2026-01-01T10:00:00Z"}, **more}
+    (project / ".pi/gpu/deployments.json").write_text(json.dumps([record]))
+
+
+def finding(result, what):
+    return next((f for f in result.document["findings"] if f["what"] == what), None)
+
+
+def at(text):
+    from gpu_skills.clock import parse_timestamp
+
+    return FakeClock(parse_timestamp(text))
+
+
+def test_a_fresh_project_has_nothing_to_mend(project, gpu):
+    assert gpu("doctor", "--json").document["problems"] == 0
+
+
+def test_a_ready_deployment_idle_past_the_limit_is_shown_with_its_burn_and_only_proposed(project, gpu):
+    deployment(project)
+    result = gpu("doctor", "--json", clock=at("2026-01-01T12:00:00Z"))
+    found = finding(result, "dep_a")
+    assert found["verdict"] == "note" and result.exit_code == 0
+    assert "2h00m" in found["text"] and "$0.70/h" in found["text"] and "$1.40 so far" in found["text"]
+    assert "unless a batch" in found["next_step"]
+
+
+def test_a_deployment_within_the_limit_or_with_a_recent_or_running_job_is_left_in_peace(project, gpu):
+    deployment(project)
+    assert finding(gpu("doctor", "--json", clock=at("2026-01-01T10:29:00Z")), "dep_a") is None
+    line = {"id": "J-000001", "deployment_id": "dep_a", "provider": "ssh", "status": "running"}
+    line |= {"started_at": "2026-01-01T11:50:00Z", "ts": "2026-01-01T11:50:00Z"}
+    ledger = project / ".pi/gpu/jobs.jsonl"
+    ledger.write_text(json.dumps(line) + "\n")
+    assert finding(gpu("doctor", "--json", clock=at("2026-01-01T15:00:00Z")), "dep_a") is None
+    ended = {**line, "status": "completed", "completed_at": "2026-01-01T14:45:00Z", "duration_s": 10500, "cost_usd": 2}
+    with open(ledger, "a") as stream:
+        stream.write(json.dumps({**ended, "artifacts": []}) + "\n")
+    assert finding(gpu("doctor", "--json", clock=at("2026-01-01T15:00:00Z")), "dep_a") is None
+    assert finding(gpu("doctor", "--json", clock=at("2026-01-01T15:30:00Z")), "dep_a") is not None
+
+
+def test_records_that_break_a_rule_are_problems_with_their_place(project, gpu):
+    deployment(project, status="ready", test_generation=None)
+    result = gpu("doctor", "--json")
+    assert result.exit_code == 1
+    assert "deployments.json:1" in finding(result, "deployments.json")["text"]
+    (project / ".pi/gpu/jobs.jsonl").write_text("{not json\n")
+    assert finding(gpu("doctor", "--json"), "jobs.jsonl")["next_step"] == "gpu ledger verify"
