@@ -375,3 +375,26 @@ def test_verbs_about_a_job_that_was_never_here_say_so(machine: RunnerClient) -> 
         with pytest.raises(Refused) as refused:
             machine.call(verb, job="J-999999")
         assert refused.value.code == "job_unknown"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"",
+        b"{{{",
+        b"null",
+        b"[1]",
+        b'{"state":"dancing","exit_code":0}',
+        b'{"state":["failed"],"exit_code":0}',
+        b'{"state":"failed","exit_code":"x"}',
+        b'{"state":"succeeded","exit_code":0,"duration_s":-5}',
+        b'{"state":"succeeded","exit_code":0,"duration_s":"5"}',
+    ],
+)
+def test_an_exit_record_that_was_damaged_is_lost_and_no_other_job_suffers(machine: RunnerClient, record: bytes) -> None:
+    assert machine.run("exit 3")["exit_code"] == 3
+    assert machine.run("exit 4", job="J-000002")["exit_code"] == 4
+    (machine.folder / "jobs/J-000001/exit.json").write_bytes(record)
+    first, second = machine.call("status", jobs=["J-000001", "J-000002"])["jobs"]
+    assert (first["state"], first["reason"], first["exit_code"]) == ("lost", "runner_error", None)
+    assert (second["state"], second["exit_code"]) == ("failed", 4)

@@ -1297,7 +1297,7 @@ def job_status(job: Job, until: float | None = None) -> dict[str, Any]:
         while not job.ended() and time.monotonic() < until:
             time.sleep(0.03)
     record = read_json(job.exit_file)
-    if record is None and job.ended():
+    if not is_ending(record) and job.ended():
         record = ending("lost", None, "runner_error", "the exit record on the machine cannot be read")
     if record is not None:
         answer.update({name: record.get(name) for name in STATUS})
@@ -1312,6 +1312,14 @@ def job_status(job: Job, until: float | None = None) -> dict[str, Any]:
         answer["duration_s"] = round(max(0.0, boot_clock() - state["started_boot_s"]), 3)
         answer["progress"] = progress_now(state.get("progress"), boot_clock())
     return answer
+
+
+def is_ending(record: dict[str, Any] | None) -> bool:
+    """Whether an exit record says how a job ended. The folder is the job's user's as well, who may have written it."""
+    if record is None or record.get("state") not in ENDED:
+        return False
+    code, took_s = record.get("exit_code"), record.get("duration_s", 0)
+    return (code is None or type(code) is int) and type(took_s) in (int, float) and took_s >= 0
 
 
 def progress_now(found: Any, now_boot_s: float) -> dict[str, Any] | None:
