@@ -68,7 +68,7 @@ def command(
             finally:
                 context.close()
             if output is not None:
-                emit(output, as_json=context.json)
+                emit(output, as_json=context.json, sandbox=context.sandbox)
                 click_context.exit(output.exit_code)
 
         # options declared below this decorator arrive on the function itself
@@ -99,9 +99,9 @@ def command(
     return declare
 
 
-def emit(output: Output, *, as_json: bool) -> None:
+def emit(output: Output, *, as_json: bool, sandbox: bool = False) -> None:
     if as_json:
-        print_json({"format": FORMAT, **output.document})
+        print_json({"format": FORMAT, **output.document}, sandbox=sandbox)
     else:
         print_text(output.text)
     for hint in output.hints:

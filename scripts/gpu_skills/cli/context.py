@@ -50,6 +50,22 @@ class Context:
         self.json = False
         self.mode_flag: str | None = None
         self.mode = "operate"
+        self.sandbox = False
+
+    def enter_sandbox(self) -> None:
+        """From here on: the sandbox's records, URLs and keys, and no key of the user's. Raises NoSandbox."""
+        from gpu_skills.cli.sandbox import directory_of
+        from gpu_skills.sandbox import client
+
+        running = client.require(directory_of(self.cwd))
+        own = {n: v for n, v in self.environ.items() if not n.startswith(("VAST_", "VASTAI_", "RUNPOD_"))}
+        self.environ = {
+            **own,
+            "VAST_URL": running.url,
+            "RUNPOD_API_BASE_URL": running.url,
+            **{f"{name.upper()}_API_KEY": key for name, key in running.keys.items()},
+        }
+        self.sandbox = True
 
     # the project and its records --------------------------------------------------------------------------------
 
@@ -57,7 +73,13 @@ class Context:
     def project(self) -> Project:
         from gpu_skills.state import project
 
-        return project.find(self.cwd)
+        return project.find(self.cwd, name=self.state_name)
+
+    @property
+    def state_name(self) -> str:
+        from gpu_skills.state import project
+
+        return project.SANDBOX_NAME if self.sandbox else project.STATE_NAME
 
     @cached_property
     def config(self) -> GpuConfig:

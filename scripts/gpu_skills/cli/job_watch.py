@@ -70,7 +70,8 @@ def stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: 
 
 def show_line(context: Context, job_id: str, text: str, piece: Any) -> None:
     if context.json:
-        print_json({"format": FORMAT, "job": job_id, "text": text, "next": piece.next, "state": piece.status["state"]})
+        document = {"format": FORMAT, "job": job_id, "text": text, "next": piece.next, "state": piece.status["state"]}
+        print_json(document, sandbox=context.sandbox)
     else:
         print_text(text + "\n")
 

@@ -29,6 +29,10 @@ COMMANDS = {
     "ledger": (_C + "ledger:ledger", "The ledger of jobs: append verify query tail reseal."),
     "policy": (_C + "policy:policy", "What may be spent, and what is left: show check; reads only."),
     "economics": (_C + "economics:economics", "Arithmetic of machine time: keepalive batch idle-timeout; reads only."),
+    "sandbox": (
+        _C + "sandbox:sandbox",
+        "Vast and RunPod on this computer, for nothing: up down status bill clock chaos.",
+    ),
 }
 
 
@@ -41,8 +45,9 @@ COMMANDS = {
 @click.version_option(__version__, prog_name="gpu")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document (also after any command).")
 @click.option("--mode", metavar="MODE", help="Take rights away: audit, prepare, promote, operate.")
+@click.option("--sandbox", is_flag=True, help="Work in the sandbox of this project (gpu sandbox up), not for real.")
 @click.pass_context
-def gpu(click_context: click.Context, as_json: bool, mode: str | None) -> None:
+def gpu(click_context: click.Context, as_json: bool, mode: str | None, sandbox: bool) -> None:
     """GPU operations for coding agents: run code on GPUs with bounded cost and verified outputs."""
     from gpu_skills.cli.context import Context
 
@@ -50,11 +55,15 @@ def gpu(click_context: click.Context, as_json: bool, mode: str | None) -> None:
         click_context.obj = Context()
     click_context.obj.json = as_json
     click_context.obj.mode_flag = mode
+    if sandbox and click_context.invoked_subcommand != "sandbox":
+        click_context.obj.enter_sandbox()
+        say("SANDBOX: no machine and no money here is real")
 
 
 def run(args: list[str], obj: object | None = None) -> int:
     """Run one command line and return its exit code. Nothing escapes: errors are printed here."""
-    as_json = "--json" in (args[: args.index("--")] if "--" in args else args)
+    own_args = args[: args.index("--")] if "--" in args else args
+    as_json, sandbox = "--json" in own_args, "--sandbox" in own_args
     leaf: click.Command | None = _named(args)
     failure_exit = getattr(leaf, "failure_exit", None)
     try:
@@ -82,7 +91,7 @@ def run(args: list[str], obj: object | None = None) -> int:
 
         where = debuglog.record(exc)
         error = Bug(message=f"{type(exc).__name__}: {exc}", log=where)
-    print_error(error, as_json=as_json)
+    print_error(error, as_json=as_json, sandbox=sandbox)
     return error.exit_code if failure_exit is None else failure_exit
 
 

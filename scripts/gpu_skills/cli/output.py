@@ -25,7 +25,10 @@ class Output:
     hints: list[str] = field(default_factory=list)
 
 
-def print_json(document: dict[str, Any]) -> None:
+def print_json(document: dict[str, Any], *, sandbox: bool = False) -> None:
+    """sandbox: mark it, so that nobody takes its machines and money for real ones."""
+    if sandbox:
+        document = {**document, "sandbox": True}
     sys.stdout.write(json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
     sys.stdout.flush()
 
@@ -51,10 +54,10 @@ def _show(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def print_error(error: GpuError, *, as_json: bool) -> None:
+def print_error(error: GpuError, *, as_json: bool, sandbox: bool = False) -> None:
     """One line: what happened, to what, what to do next, and the class in brackets at the end."""
     if as_json:
-        print_json({"format": FORMAT, "error": _printable(error.to_dict())})
+        print_json({"format": FORMAT, "error": _printable(error.to_dict())}, sandbox=sandbox)
     say(f"gpu: {error.message}; next: {error.next_step} [{error.code}]")
 
 

@@ -36,7 +36,7 @@ def init(
     from gpu_skills.state import project as projects
     from gpu_skills.state import scaffold
 
-    made = projects.init(context.cwd, project_id=project_id)
+    made = projects.init(context.cwd, project_id=project_id, name=context.state_name)
     changed = scaffold.write_gpu_yaml(
         made.root, jobs=jobs, min_vram_gb=min_vram_gb, provider=provider, host=host, environ=context.environ
     )

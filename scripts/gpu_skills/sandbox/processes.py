@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import signal
 import subprocess
@@ -75,6 +76,56 @@ def instance_processes(mark: str, directory: Path, roots: Collection[int]) -> se
     return {process.pid for process in everyone if process.pid in family and not process.is_zombie}
 
 
+def sweep(directory: Path) -> int:
+    """Kill what a sandbox of this directory left behind when it was killed itself. Returns how many it found."""
+    mark = f"{MARK}={mark_of(directory)}-".encode()
+    config = f"{directory}/containers/".encode()
+    found = 0
+    for _ in range(100):
+        left = [
+            process.pid
+            for process in snapshot()
+            if process.pid != os.getpid()
+            and not process.is_zombie
+            and (
+                mark in _environment(process.pid)
+                or (b"sshd" in (line := _command_line(process.pid)) and config in line)
+            )
+        ]
+        if not left:
+            break
+        found += len(left)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return found
+
+
+def mark_of(directory: Path) -> str:
+    """What the marks of all instances below a directory begin with."""
+    return hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]
+
+
+def start_time(pid: int) -> int | None:
+    """When the process began, in ticks since boot: with the pid it names one process. None: there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            fields = stream.read().rsplit(b")", 1)[1].split()
+        return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    except FileNotFoundError:
+        if os.path.isdir("/proc/1"):
+            return None
+    except (OSError, ValueError, IndexError):
+        return None
+    return 0 if any(process.pid == pid and not process.is_zombie for process in _from_ps()) else None
+
+
+def have_children(pids: Collection[int]) -> bool:
+    """Whether anything runs below these: an SSH session, a start command's child."""
+    return any(process.parent in pids and not process.is_zombie for process in snapshot())
+
+
 def _closure(family: set[int], everyone: Iterable[Process]) -> set[int]:
     """Add descendants and those in a session that a member leads, until nothing is added."""
     everyone = list(everyone)
@@ -110,6 +161,12 @@ def _from_ps() -> list[Process]:
 def _environment(pid: int) -> bytes:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as stream:
         return stream.read() + b"\0"
+    return b""
+
+
+def _command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as stream:
+        return stream.read()
     return b""
 
 

@@ -24,7 +24,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from gpu_skills.sandbox import catalogue, faults
+from gpu_skills.sandbox import catalogue, faults, processes
 from gpu_skills.sandbox.clock import Timer, VirtualClock
 from gpu_skills.sandbox.containers import USER, CannotStart, Container
 from gpu_skills.sandbox.face import Face, build_faces
@@ -171,7 +171,7 @@ class World:
         self.limit_mode = "count"  # see http.Limits; for limits that only the vendor's own face can count
         self._has_containers = containers
         self._numbers = itertools.count(20_000_000 + self.dice.randrange(1_000_000))
-        self._mark = secrets.token_hex(4)
+        self._mark = f"{processes.mark_of(directory.parent)}-{secrets.token_hex(4)}"
         self.room = MachineRoom(on_failure=self._crashed)
         self.clock.settle = self.room.settle
         self.clock.on_failure = self._crashed

@@ -13,7 +13,8 @@ from gpu_skills.errors import NoProject, PolicyMissing, StateError, StateNewer, 
 from gpu_skills.state import files
 
 SCHEMA_VERSION = 1
-STATE_NAME = "gpu"  # `.pi/gpu`; the sandbox uses `.pi/gpu-sandbox`
+STATE_NAME = "gpu"  # `.pi/gpu`
+SANDBOX_NAME = "gpu-sandbox"  # records made with `gpu --sandbox`, and the sandbox itself
 ARRAYS = ("providers", "machines", "deployments", "models", "workflows")
 PROJECT_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 
