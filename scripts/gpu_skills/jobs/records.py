@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_skills.errors import JobNotFound
+from gpu_skills.errors import JobNotFound, StateError
 from gpu_skills.state import files
 from gpu_skills.state.project import Project
+
+# What every reader relies on; the rest of a record may be missing.
+_FIELDS: dict[str, dict[str, type]] = {
+    "job": {"machine_id": str},
+    "manifest": {"files": list},
+    "collected": {"destination": str},
+}
+_OPTIONAL_FIELDS: dict[str, dict[str, type]] = {"job": {"spec": dict, "upload": dict}}
+_KINDS: dict[type, str] = {str: "text", dict: "an object", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,29 @@ class JobFolder:
         return self.project.root / "gpu-outputs" / self.job
 
     def read(self, name: str) -> dict[str, Any] | None:
+        """A record of this job, None when there is none. StateError when somebody left something else in its place."""
         path = self.path / f"{name}.json"
-        return files.read_json(path) if path.exists() else None
+        record = files.read_json(path, default=None)
+        if record is None and not path.exists():
+            return None
+        if not isinstance(record, dict):
+            raise self._fault(name, "", f"found {_kind(record)}, allowed is an object")
+        given = {field: kind for field, kind in _OPTIONAL_FIELDS.get(name, {}).items() if field in record}
+        for field, kind in (_FIELDS.get(name, {}) | given).items():
+            if not isinstance(record.get(field), kind):
+                found = _kind(record[field]) if field in record else "nothing"
+                raise self._fault(name, f" /{field}", f"found {found}, allowed is {_KINDS[kind]}")
+        for number, file in enumerate(record["files"] if name == "manifest" else ()):
+            if (
+                not isinstance(file, dict)
+                or not isinstance(file.get("path"), str)
+                or type(file.get("bytes")) is not int
+            ):
+                raise self._fault(name, f" /files/{number}", "found no file, allowed is an object with path and bytes")
+        return record
+
+    def _fault(self, name: str, at: str, problem: str) -> StateError:
+        return StateError(file=f"jobs/{self.job}/{name}.json", at=at, problem=problem)
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         files.commit(self.path / f"{name}.json", files.dumps_pretty(record))
@@ -82,3 +112,7 @@ def display(record: dict[str, Any]) -> str:
     text = str(record.get("label") or record.get("run") or "")
     text = json.dumps(text, ensure_ascii=False)[1:-1]
     return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else _KINDS.get(type(value), json.dumps(value)[:40])
