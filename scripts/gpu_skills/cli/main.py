@@ -9,7 +9,7 @@ import click
 
 from gpu_skills import __version__
 from gpu_skills.cli.base import LazyGroup
-from gpu_skills.cli.output import print_error, say
+from gpu_skills.cli.output import OutputLost, ReaderGone, print_error, say, turn_away_stdout
 from gpu_skills.errors import EXIT_CANCELLED, Bug, GpuError, UsageError
 
 _C = "gpu_skills.cli."
@@ -69,6 +69,14 @@ def run(args: list[str], obj: object | None = None) -> int:
     try:
         result = gpu.main(args=args, prog_name="gpu", standalone_mode=False, obj=obj)
         return result if isinstance(result, int) else 0
+    except ReaderGone:
+        turn_away_stdout()
+        if failure_exit is None:
+            return 0
+        error = OutputLost(reason="nobody reads it any more")
+    except OutputLost as exc:
+        turn_away_stdout()
+        error = exc
     except GpuError as exc:
         error = exc
     except click.exceptions.NoArgsIsHelpError as exc:
@@ -82,10 +90,6 @@ def run(args: list[str], obj: object | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         say("gpu: interrupted")
         return EXIT_CANCELLED
-    except BrokenPipeError:
-        # The reader went away (`gpu … | head`): keep Python from complaining about it once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as exc:
         from gpu_skills.cli import debuglog
 
@@ -120,4 +124,8 @@ def _named(args: list[str]) -> click.Command | None:
 
 
 def main() -> None:
+    # Closed by whoever started us: the first file we open would take its place, and get what is meant for a person.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process lives
     sys.exit(run(sys.argv[1:]))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from gpu_skills.errors import GpuError
+from gpu_skills.errors import Failed, GpuError
 
 FORMAT = 1
 # Everything that moves a terminal but the ends of lines: controls, direction marks, bytes that were no text.
@@ -29,8 +31,7 @@ def print_json(document: dict[str, Any], *, sandbox: bool = False) -> None:
     """sandbox: mark it, so that nobody takes its machines and money for real ones."""
     if sandbox:
         document = {**document, "sandbox": True}
-    sys.stdout.write(json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
-    sys.stdout.flush()
+    _write(sys.stdout, json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
 
 
 def print_text(text: str) -> None:
@@ -39,8 +40,11 @@ def print_text(text: str) -> None:
 
 
 def say(line: str) -> None:
-    """Progress and hints: never on stdout, which belongs to the result."""
-    _show(sys.stderr, line + "\n")
+    """Progress and hints: never on stdout, which belongs to the result. Nobody has to listen to them."""
+    try:
+        _show(sys.stderr, line + "\n")
+    except (ReaderGone, OutputLost):
+        _turn_away(sys.stderr)
 
 
 def _show(stream: TextIO, text: str) -> None:
@@ -48,10 +52,41 @@ def _show(stream: TextIO, text: str) -> None:
     if not text.replace("\n", "").isprintable():
         text = _NOT_SHOWN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
     try:
-        stream.write(text)
+        _write(stream, text)
     except UnicodeEncodeError:  # a terminal that is not UTF-8
-        stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
-    stream.flush()
+        _write(stream, text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError as exc:
+        raise ReaderGone from exc
+    except OSError as exc:
+        raise OutputLost(reason=exc.strerror or str(exc)) from exc
+
+
+class ReaderGone(Exception):
+    """Whoever read our output went away (`gpu … | head`). No OSError, which click would turn into an exit code."""
+
+
+class OutputLost(Failed):
+    code = "output_lost"
+    template = "the output cannot be written: {reason}; a job that was started goes on"
+    next_step = "gpu job status"
+
+
+def turn_away_stdout() -> None:
+    """Let nothing else be written there, also not by Python at its end, which would complain once more."""
+    _turn_away(sys.stdout)
+
+
+def _turn_away(stream: TextIO) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def print_error(error: GpuError, *, as_json: bool, sandbox: bool = False) -> None:
