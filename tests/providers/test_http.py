@@ -97,7 +97,9 @@ def test_a_redirect_is_never_followed():
 # writes ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("come", [answer(500, "x"), answer(429, "x", retry_after="1"), answer(200, {}), answer(503, "")])
+@pytest.mark.parametrize(
+    "come", [answer(500, "x"), answer(429, "x", retry_after="1"), answer(200, {}), answer(503, "")]
+)
 def test_a_write_is_sent_once_whatever_comes(come):
     clock, wire = FakeClock(), Script([come])
     assert made(wire, clock).write("create", "PUT", "/x", body={}).status == come.status

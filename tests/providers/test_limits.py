@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_callers_at_once_each_get_a_moment_of_their_own(tmp_path):
         thread.join()
     waits = sorted(taken)
     assert len(waits) == 7
-    assert all(later - earlier == pytest.approx(4.5, abs=0.6) for earlier, later in zip(waits, waits[1:], strict=False))
+    assert all(later - earlier == pytest.approx(4.5, abs=0.6) for earlier, later in itertools.pairwise(waits))
 
 
 def test_a_read_that_would_queue_too_long_says_so_and_takes_no_place(tmp_path):
@@ -132,7 +133,8 @@ def test_the_header_of_a_window_is_read_whatever_it_holds(header, seconds):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"create": 3}', b'{"create": {"at": [1e300, "x", null], "until": "y"}}', b"\xff" * 99]
+    "content",
+    [b"", b"{", b"[]", b'{"create": 3}', b'{"create": {"at": [1e300, "x", null], "until": "y"}}', b"\xff" * 99],
 )
 def test_a_broken_file_costs_nothing_but_its_memory(tmp_path, content):
     (tmp_path / "limits").mkdir()
@@ -174,7 +176,9 @@ def test_where_the_folder_is_a_file_each_process_keeps_its_own_pace(tmp_path):
 
 def test_vasts_documented_distances_are_kept():
     documented = {"list": 1, "show": 2, "state": 1, "reboot": 1, "destroy": 3, "create": 4.5, "charges": 1, "ssh": 1}
-    assert {name: LIMITS[name].per_s >= seconds for name, seconds in documented.items()} == dict.fromkeys(documented, True)
+    assert {name: LIMITS[name].per_s >= seconds for name, seconds in documented.items()} == dict.fromkeys(
+        documented, True
+    )
     assert all(LIMITS[name].calls == 1 for name in documented)
     assert LIMITS["create"].penalty_s == 12
     assert (LIMITS["search"].calls, LIMITS["search"].per_s >= 60) == (10, True)

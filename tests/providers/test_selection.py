@@ -128,11 +128,25 @@ def test_a_model_is_recognised_however_it_is_spelt(wanted, found, same):
 
 @pytest.mark.parametrize(
     ("mib", "gb"),
-    [(24564, 24), (24576, 24), (23034, 24), (15360, 16), (16376, 16), (46068, 48), (81559, 80), (97887, 96), (12288, 12)],
+    [
+        (24564, 24),
+        (24576, 24),
+        (23034, 24),
+        (15360, 16),
+        (16376, 16),
+        (46068, 48),
+        (81559, 80),
+        (97887, 96),
+        (12288, 12),
+    ],
 )
 def test_a_card_is_of_the_size_it_is_sold_as(mib, gb):
     assert size_class_gb(mib) == gb
 
 
 def test_names_are_shown_short():
-    assert [canonical(n) for n in ("NVIDIA GeForce RTX 4090", "Tesla V100", "H100 SXM")] == ["RTX 4090", "V100", "H100 SXM"]
+    assert [canonical(n) for n in ("NVIDIA GeForce RTX 4090", "Tesla V100", "H100 SXM")] == [
+        "RTX 4090",
+        "V100",
+        "H100 SXM",
+    ]

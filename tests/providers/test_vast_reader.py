@@ -39,7 +39,11 @@ def reader(*answers, clock=None) -> tuple[VastReader, Script]:
 @pytest.mark.parametrize(
     ("changes", "need", "rate"),
     [
-        ({"dph_total": 0.31, "storage_cost": 0.612}, {"disk_gb": 200}, "0.47"),  # the disk makes it dearer than it looked
+        (
+            {"dph_total": 0.31, "storage_cost": 0.612},
+            {"disk_gb": 200},
+            "0.47",
+        ),  # the disk makes it dearer than it looked
         ({"dph_total": 0.325}, {"disk_gb": 50}, "0.325"),
         ({"dph_total": 0.40}, {"disk_gb": 50}, "0.40"),  # two prices of one thing: the dearer
         ({}, {"disk_gb": 10, "interruptible": True}, "0.125"),  # the floor of a bid, and its disk
@@ -113,7 +117,12 @@ def test_a_plentiful_answer_takes_one_request():
 
 def test_a_short_answer_is_explained_by_the_whole_market():
     some = [vast_offer(id=1)]
-    market = [vast_offer(id=1), vast_offer(id=2, inet_down=80), vast_offer(id=3, duration=3600), vast_offer(id=4, dph_base=9)]
+    market = [
+        vast_offer(id=1),
+        vast_offer(id=2, inet_down=80),
+        vast_offer(id=3, duration=3600),
+        vast_offer(id=4, dph_base=9),
+    ]
     source, script = reader(answer(200, {"offers": some}), answer(200, {"offers": market}))
     found = source.search(Requirements(min_down_mbps=500, hours=5, max_rate_usd_hr=Decimal(1)))
     assert [o.offer_id for o in found.offers] == ["1"]
@@ -257,7 +266,11 @@ def test_anything_else_is_not_absent(come):
         ({"actual_status": "created", "status_msg": None}, "booting", None),
         ({"actual_status": "loading", "status_msg": "Pulling fs layer"}, "booting", None),
         ({"actual_status": "loading", "status_msg": "0 terrors"}, "booting", None),
-        ({"actual_status": "created", "status_msg": "Error response from daemon: OCI runtime"}, "booting", "does not start"),
+        (
+            {"actual_status": "created", "status_msg": "Error response from daemon: OCI runtime"},
+            "booting",
+            "does not start",
+        ),
         ({"actual_status": "loading", "status_msg": "manifest unknown"}, "booting", "does not start"),
         ({"actual_status": "exited"}, "unknown", "exited"),
         ({"actual_status": "unknown"}, "unknown", "no sign of life"),

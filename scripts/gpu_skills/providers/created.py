@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal
 
 from gpu_skills.errors import CreatedPriceMismatch
 from gpu_skills.providers.base import Machine, MachineSpec
 from gpu_skills.providers.gpus import same_model
+
+# Providers round their rates somewhere, and so do records.
+_ROUNDING_USD_HR = Decimal("0.000002")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ def compare(spec: MachineSpec, machine: Machine) -> Verdict:
         "rate_usd_hr",
         rate,
         f"it costs ${rate:.4f}/h, approved are at most ${spec.max_rate_usd_hr:.4f}/h"
-        if rate is not None and rate > spec.max_rate_usd_hr
+        if rate is not None and rate > spec.max_rate_usd_hr + _ROUNDING_USD_HR
         else None,
     )
     wants_interruptible = spec.bid_usd_hr is not None

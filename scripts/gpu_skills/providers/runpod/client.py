@@ -248,7 +248,7 @@ class RunpodClient:
                 # Only prose tells a full data centre from a broken rule. Refused everywhere: suspect the request.
                 is_clear=bool(_NO_CAPACITY.search(said)),
             )
-        if status in (400, 404, 405, 413, 415, 422):
+        if document and status in (400, 404, 405, 413, 415, 422):
             return ProviderSchema(provider=NAME, what=what, reason=reason)
         return UnexpectedReply(provider=NAME, what=what, reason=reason)
 
