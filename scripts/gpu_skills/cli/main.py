@@ -127,5 +127,5 @@ def main() -> None:
     # Closed by whoever started us: the first file we open would take its place, and get what is meant for a person.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process lives
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     sys.exit(run(sys.argv[1:]))

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.economics.sharing import shared_seconds
-from gpu_skills.errors import ProtocolError, StateBusy, one_line
+from gpu_skills.errors import ProtocolError, StateBusy, StateError, one_line
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.remote.tree import parse_manifest
@@ -106,8 +106,10 @@ def sync_events(project: Project, link: Link, job: str) -> None:
 
 def _events_seen_bytes(folder: JobFolder) -> int:
     """Where the last reading ended; from the start again when what says so was damaged."""
-    cursor = folder.read("events_cursor")
-    seen = cursor.get("next") if isinstance(cursor, dict) else None
+    try:
+        seen = (folder.read("events_cursor") or {}).get("next")
+    except StateError:
+        return 0
     return seen if type(seen) is int and seen >= 0 else 0
 
 
