@@ -202,6 +202,7 @@ class CuttingProxy:
                     self.bytes_up += len(chunk)
                 else:
                     self.bytes_down += len(chunk)
-        for end in (source, target):
+        # What was forwarded still arrives, then the end: a reset would throw away what lies in buffers there.
+        for end, how in ((target, socket.SHUT_WR), (source, socket.SHUT_RD)):
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                end.shutdown(how)

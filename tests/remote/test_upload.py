@@ -200,29 +200,47 @@ def test_an_rsync_that_is_too_old_is_not_used(sshd, root, tmp_path, source, smal
 
 
 def test_a_cut_control_connection_goes_on_from_where_it_was(sshd, root, tmp_path, source):
-    with CuttingProxy(sshd.port, up=[8 * MIB]) as proxy:
+    with CuttingProxy(sshd.port, up=[11 * MIB]) as proxy:
         session = session_to(sshd, tmp_path, endpoint=SshEndpoint(sshd.host, port=proxy.port))
         tree = tree_of(source)
         upload(session, Bulk(session.transport), "p", tree)
         session.close()
         assert proxy.connections > 1
-        # What crosses twice is at most what was in buffers when it was cut.
-        assert proxy.bytes_up < tree.total_bytes + 5 * MIB
+        # What crosses twice is what was in buffers when it was cut; from the start it would be 11 MiB.
+        assert proxy.bytes_up < tree.total_bytes + 7 * MIB
     assert stored(root) == {entry.sha256 for entry in tree.files}
 
 
 @pytest.mark.parametrize("way", ["stream", "rsync"])
 def test_a_cut_bulk_connection_goes_on_from_where_it_was(sshd, root, tmp_path, source, small_limits, way):
     environ = {**os.environ, **({"PATH": programs(tmp_path, "ssh")} if way == "stream" else {})}
-    with CuttingProxy(sshd.port, up=[None, 7 * MIB]) as proxy:
+    with CuttingProxy(sshd.port, up=[None, 11 * MIB]) as proxy:
         session = session_to(sshd, tmp_path, endpoint=SshEndpoint(sshd.host, port=proxy.port), environ=environ)
         tree = tree_of(source)
         report = upload(session, Bulk(session.transport), "p", tree)
         session.close()
         moved = proxy.bytes_up
-    assert report.method == way
+    assert report.method != "control"
     assert stored(root) == {entry.sha256 for entry in tree.files}
-    assert moved < tree.total_bytes + 5 * MIB
+    assert moved < tree.total_bytes + 7 * MIB
+
+
+@pytest.mark.parametrize("begun", ["well", "with other bytes"])
+def test_rsync_completes_what_was_begun_and_verifies_all_of_it(sshd, root, tmp_path, source, small_limits, begun):
+    with CuttingProxy(sshd.port) as proxy:
+        session = session_to(sshd, tmp_path, endpoint=SshEndpoint(sshd.host, port=proxy.port))
+        tree = tree_of(source)
+        incoming = Path(session.call("incoming", {"project": "p"})["path"])
+        for entry in tree.files:
+            if entry.size > MIB:
+                content = Path(os.fsdecode(tree.local_path(entry))).read_bytes()[: entry.size - 5 * MIB // 4]
+                (incoming / entry.sha256).write_bytes(content if begun == "well" else bytes(len(content)))
+        report = upload(session, Bulk(session.transport), "p", tree)
+        session.close()
+        assert stored(root) == {entry.sha256 for entry in tree.files}
+        if begun == "well":
+            assert report.method == "rsync"
+            assert proxy.bytes_up < 3 * MIB
 
 
 def test_a_connection_that_is_always_cut_is_given_up_and_says_what_to_do(sshd, tmp_path, source, root):

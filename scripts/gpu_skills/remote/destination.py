@@ -38,6 +38,7 @@ class Destination:
         self.staging = path.parent / f".{path.name}.incoming"
         self._staging = -1
         self._is_first = False
+        self.is_empty = False
         with writing(path):
             self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             # Not through a link, and not over a mounted disk: neither can be replaced by a rename.
@@ -57,8 +58,11 @@ class Destination:
             os.close(self._staging)
 
     def _open_first_tree(self) -> int:
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(_FIRST_TREE, 0o777, dir_fd=self.open_staging())
+            self.is_empty = True
+        except FileExistsError:
+            pass  # an earlier pull was interrupted
         return os.open(_FIRST_TREE, _FOLDER, dir_fd=self._staging)
 
     # what is here ---------------------------------------------------------------------------------------------------
@@ -66,18 +70,16 @@ class Destination:
     def stat(self, path: bytes) -> os.stat_result | None:
         """lstat of an entry; None when it or a folder above it is missing or a link stands in its way."""
         try:
-            return os.stat(os.path.basename(path), dir_fd=self._enter(path, make=False), follow_symlinks=False)
+            name, folder = self._enter(path, make=False)
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
         except OSError:
             return None
 
     def hash(self, path: bytes) -> str | None:
         """SHA-256 of a regular file; None when it cannot be read."""
         try:
-            descriptor = os.open(
-                os.path.basename(path),
-                os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
-                dir_fd=self._enter(path, make=False),
-            )
+            name, folder = self._enter(path, make=False)
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError:
             return None
         try:
@@ -93,7 +95,7 @@ class Destination:
     def place(self, staged: str, path: bytes) -> os.stat_result:
         """Move a verified file of the staging folder to its place. An older one there is replaced in one step."""
         try:
-            name, folder = os.path.basename(path), self._enter(path, make=True)
+            name, folder = self._enter(path, make=True)
             os.rename(staged, name, src_dir_fd=self._staging, dst_dir_fd=folder)
             return os.stat(name, dir_fd=folder, follow_symlinks=False)
         except OSError as exc:
@@ -106,7 +108,7 @@ class Destination:
             return self.place("whole", path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            name, folder = os.path.basename(path), self._enter(path, make=True)
+            name, folder = self._enter(path, make=True)
             try:
                 descriptor = os.open(name, flags, mode | 0o600, dir_fd=folder)
             except FileExistsError:  # left behind half-written by a pull that was killed
@@ -125,8 +127,8 @@ class Destination:
         name = f"copy-{secrets.token_hex(8)}"
         digest = sha256()
         try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-            here = os.open(os.path.basename(source), flags, dir_fd=self._enter(source, make=False))
+            file_name, folder = self._enter(source, make=False)
+            here = os.open(file_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
                 there = self.open_staged(name, mode)
                 try:
@@ -231,8 +233,8 @@ class Destination:
                     os.sync()
                 return
             for path in placed:
-                folder = self._enter(path, make=False)
-                descriptor = os.open(os.path.basename(path), os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+                name, folder = self._enter(path, make=False)
+                descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
                 try:
                     os.fsync(descriptor)
                 finally:
@@ -241,17 +243,17 @@ class Destination:
 
     # walking --------------------------------------------------------------------------------------------------------
 
-    def _enter(self, path: bytes, make: bool) -> int:
-        """A descriptor of the folder of `path`. The last one is kept, because manifests list folder by folder."""
-        wanted = os.path.dirname(path)
+    def _enter(self, path: bytes, make: bool) -> tuple[bytes, int]:
+        """The name of `path` and a descriptor of its folder. The last one is kept: manifests list folder by folder."""
+        wanted, _, name = path.rpartition(b"/")
         if wanted == self._folder[0]:
-            return self._folder[1]
+            return name, self._folder[1]
         self._leave_folder()
         descriptor = self._root
         names = wanted.split(b"/") if wanted else []
         try:
-            for depth, name in enumerate(names):
-                below = self._step(descriptor, name, make, b"/".join(names[: depth + 1]))
+            for depth, step in enumerate(names):
+                below = self._step(descriptor, step, make, b"/".join(names[: depth + 1]))
                 if descriptor != self._root:
                     os.close(descriptor)
                 descriptor = below
@@ -260,7 +262,7 @@ class Destination:
                 os.close(descriptor)
             raise
         self._folder = (wanted, descriptor)
-        return descriptor
+        return name, descriptor
 
     def _step(self, folder: int, name: bytes, make: bool, path: bytes) -> int:
         try:
@@ -342,9 +344,11 @@ def writing_failed(path: Path, exc: OSError) -> DiskFull | NotWritable:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+    written = os.write(descriptor, data)
+    if written < len(data):
+        view = memoryview(data)[written:]
+        while view:
+            view = view[os.write(descriptor, view) :]
 
 
 def hash_descriptor(descriptor: int) -> str:
@@ -353,6 +357,14 @@ def hash_descriptor(descriptor: int) -> str:
     while data := os.read(descriptor, BLOCK_BYTES):
         digest.update(data)
     return digest.hexdigest()
+
+
+def hash_path(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return hash_descriptor(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _identity(found: os.stat_result) -> list[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpu_skills.errors import GpuError, HashMismatch, TransferIncomplete, Unreachable
+from gpu_skills.remote.answers import MachineBusy
 from gpu_skills.remote.bulk import RSYNC_BROKEN, Bulk
 
 # Up to here the open control connection is faster than a new OpenSSH one, which costs about 0.2 s.
@@ -13,6 +15,8 @@ CONTROL_BYTES = 64 << 20
 # From here a file is worth a place in rsync's list; smaller ones go in one stream.
 LARGE_FILE_BYTES = 8 << 20
 FRUITLESS_ROUNDS = 2
+BUSY_ROUNDS = 20
+BUSY_PAUSE_S = 0.5
 PROGRESS_STEP_BYTES = 512 << 10
 
 Progress = Callable[[int, int], None]
@@ -43,8 +47,10 @@ def ways_for(sizes: Sequence[int], bulk: Bulk | None, *, rsync_unfit: bool) -> W
 class Attempts:
     """Goes on after a broken connection as long as it moves something; two rounds in vain are enough."""
 
-    def __init__(self, host: str):
+    def __init__(self, host: str, *, sleep: Callable[[float], None] = time.sleep):
         self._host = host
+        self._sleep = sleep
+        self._busy = 0
         self._left_before: int | None = None
         self._fruitless = 0
 
@@ -58,6 +64,12 @@ class Attempts:
 
     def failed(self, exc: GpuError) -> None:
         """Return when another round makes sense, else raise what the caller should see."""
+        if isinstance(exc, MachineBusy) and self._busy < BUSY_ROUNDS:
+            # The runner of a connection that broke may still be writing down what it had received.
+            self._busy += 1
+            self._left_before = None
+            self._sleep(BUSY_PAUSE_S)
+            return
         if not may_pass(exc):
             raise exc
         if self._fruitless + 1 >= FRUITLESS_ROUNDS:

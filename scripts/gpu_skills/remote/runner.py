@@ -35,6 +35,7 @@ MAX_HEADER = 64 << 10
 MAX_DATA = 4 << 20
 MAX_BODY = 256 << 20  # of a list that comes as a body; blobs have no such limit
 BLOCK = 1 << 20
+SMALL = 256 << 10
 LOG_HEAD = 4 << 20
 LOG_CAP = 36 << 20
 TERM_GRACE_S = 10.0
@@ -618,6 +619,11 @@ class Connection:
         self.input = open(0, "rb", buffering=BLOCK, closefd=False)  # noqa: SIM115
         self.output = open(1, "wb", buffering=BLOCK, closefd=False)  # noqa: SIM115
         self.in_body = False
+        for fd in (0, 1):  # the SSH server works on while we write files; sockets have no such size, users a limit
+            try:
+                fcntl.fcntl(fd, getattr(fcntl, "F_SETPIPE_SZ", 1031), BLOCK)
+            except OSError:
+                pass
 
     def read(self) -> tuple[dict[str, Any], bytes]:
         line = self.input.readline(MAX_HEADER + 1)
@@ -707,6 +713,7 @@ class Server:
         self.umask = os.umask(0o077)
         self.watcher_seen = 0.0
         self.touched = 0.0
+        self.growing: Growing | None = None
 
     def project(self, args: dict[str, Any]) -> Project:
         project = Project(self.root, text(args.get("project"), PROJECT_ID, "project"))
@@ -932,6 +939,11 @@ def put(server: Server, args: dict[str, Any]) -> dict[str, Any]:
     part: PartialBlob | None = None
     try:
         for header, data in server.connection.body():
+            if "blobs" in header:
+                server.busy(project)
+                blobs += store_batch(project, header["blobs"], memoryview(data))
+                total += len(data)
+                continue
             digest = text(header.get("sha256"), DIGEST, "sha256")
             size, offset = whole(header.get("size"), "size"), whole(header.get("offset"), "offset")
             server.busy(project)
@@ -955,7 +967,23 @@ def put(server: Server, args: dict[str, Any]) -> dict[str, Any]:
     return {"blobs": blobs, "bytes": total}
 
 
-def store_small(project: Project, digest: str, data: bytes) -> None:
+def store_batch(project: Project, blobs: Any, data: memoryview) -> int:
+    """Several whole blobs in one frame: a header for each of many small files costs more than the files."""
+    if type(blobs) is not list or not all(type(blob) is list and len(blob) == 2 for blob in blobs):
+        bad("blobs is not a list of [sha256, size]")
+    at = 0
+    for digest, size in blobs:
+        end = at + whole(size, "size", high=MAX_DATA)
+        if end > len(data):
+            bad("blobs are larger than their frame")
+        store_small(project, text(digest, DIGEST, "sha256"), data[at:end])
+        at = end
+    if at != len(data):
+        bad("blobs are smaller than their frame")
+    return len(blobs)
+
+
+def store_small(project: Project, digest: str, data: bytes | memoryview) -> None:
     """Verify in memory, then write under the final name at once: a rename for each of many small files would add half.
 
     Killed half-way this leaves a file that is too short, never one with wrong bytes: a wrong size counts as missing.
@@ -1073,7 +1101,74 @@ def incoming(server: Server, args: dict[str, Any]) -> dict[str, Any]:
     project = server.project(args)
     project.make()
     server.busy(project)
+    follow = args.get("follow", [])
+    if type(follow) is not list:
+        bad("follow is not a list")
+    digests = [text(digest, DIGEST, "follow") for digest in follow]
+    if server.growing is not None:
+        server.growing.finish()
+        server.growing.close()
+    server.growing = Growing(project, digests) if digests else None
     return {"path": project.file("incoming")}
+
+
+class Growing:
+    """Hashes blobs while rsync writes them, so that `admit` has only the last bytes left.
+
+    rsync writes a new file from start to end. Where it did not, `admit` sees a wrong digest and hashes all of it again.
+    """
+
+    def __init__(self, project: Project, digests: list[str]):
+        import threading
+
+        self.folder, self.digests = project.file("incoming/"), digests
+        self.held: dict[str, tuple[int, Any]] = {}
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._follow, daemon=True)
+        self.thread.start()
+
+    def finish(self) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def digest(self, name: str, fd: int) -> str | None:
+        """Of the file that `fd` has open; None when it is not the one that was followed. Only after `finish`."""
+        held = self.held.get(name)
+        if held is None or not os.path.samestat(os.fstat(held[0]), os.fstat(fd)):
+            return None
+        self._advance(name)
+        return held[1].hexdigest()
+
+    def close(self) -> None:
+        for fd, _ in self.held.values():
+            os.close(fd)
+        self.held = {}
+
+    def _follow(self) -> None:
+        while not self.ended.is_set():
+            moved = [self._advance(name) for name in self.digests]
+            if not any(moved):
+                self.ended.wait(0.02)
+
+    def _advance(self, name: str) -> bool:
+        if name not in self.held:
+            try:
+                fd = os.open(self.folder + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError:
+                return False
+            self.held[name] = fd, hashlib.sha256()
+        fd, digest = self.held[name]
+        moved = False
+        try:
+            while True:
+                block = os.read(fd, BLOCK)
+                if not block:
+                    break
+                digest.update(block)
+                moved = True
+        except OSError:
+            pass  # not a file, or the disk fails: `admit` finds out
+        return moved
 
 
 @verb("admit", body=True)
@@ -1083,9 +1178,12 @@ def admit(server: Server, args: dict[str, Any]) -> dict[str, Any]:
     for entry in server.connection.body_lines():
         wanted.append((text(entry.get("sha256"), DIGEST, "sha256"), whole(entry.get("size"), "size")))
     server.busy(project)
+    growing, server.growing = server.growing, None
+    if growing is not None:
+        growing.finish()
 
     def one(blob: tuple[str, int]) -> dict[str, Any] | None:
-        return admit_one(project, *blob)
+        return admit_one(project, *blob, growing)
 
     if len(wanted) > 1 and sum(size for _, size in wanted) > 64 << 20:
         from concurrent.futures import ThreadPoolExecutor  # hashing lets go of the interpreter lock
@@ -1094,11 +1192,13 @@ def admit(server: Server, args: dict[str, Any]) -> dict[str, Any]:
             answers = list(pool.map(one, wanted))
     else:
         answers = [one(blob) for blob in wanted]
+    if growing is not None:
+        growing.close()
     failed = [answer for answer in answers if answer is not None]
     return {"admitted": len(wanted) - len(failed), "failed": failed[:200], "failed_count": len(failed)}
 
 
-def admit_one(project: Project, digest: str, size: int) -> dict[str, Any] | None:
+def admit_one(project: Project, digest: str, size: int, growing: Growing | None) -> dict[str, Any] | None:
     """None when the blob is in the store now, else what is wrong. What is wrong is removed, so that it comes anew."""
     path = project.file("incoming/" + digest)
     try:
@@ -1114,7 +1214,9 @@ def admit_one(project: Project, digest: str, size: int) -> dict[str, Any] | None
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             found = None
         else:
-            found = hash_descriptor(fd)
+            found = growing.digest(digest, fd) if growing is not None else None
+            if found != digest:
+                found = hash_descriptor(fd)
         if found == digest and os.fstat(fd).st_size == size:
             os.fchmod(fd, 0o600)
             move_to_store(project, path, digest)
@@ -1639,18 +1741,62 @@ def get(server: Server, args: dict[str, Any]) -> dict[str, Any]:
     for entry in server.connection.body_lines():
         wanted.append((whole(entry.get("i"), "i"), entry_path(entry), whole(entry.get("offset", 0), "offset")))
     reader = OutputReader(job)
+    batch = Batch(server.connection)
     files = total = 0
     for number, path, offset in wanted:
         fd = reader.open(path)
         if fd is None:
+            batch.flush()
             server.connection.send({"i": number, "n": 0, "last": True, "error": "vanished"})
             continue
         try:
-            total += send_file(server, job.project, fd, number, offset)
+            small = read_small(fd) if args.get("batch") is True and not offset else None
+            if small is not None:
+                server.busy(job.project)
+                batch.add(number, small)
+                total += len(small)
+            else:
+                batch.flush()
+                total += send_file(server, job.project, fd, number, offset)
             files += 1
         finally:
             os.close(fd)
+    batch.flush()
     return {"files": files, "bytes": total}
+
+
+class Batch:
+    """Whole small files in one frame, as long as their numbers follow each other."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.first, self.parts, self.held = 0, [], 0
+
+    def add(self, number: int, data: bytes) -> None:
+        if self.parts and (number != self.first + len(self.parts) or len(self.parts) == 4000 or self.held > BLOCK):
+            self.flush()
+        if not self.parts:
+            self.first = number
+        self.parts.append(data)
+        self.held += len(data)
+
+    def flush(self) -> None:
+        if self.parts:
+            sizes = [len(part) for part in self.parts]
+            self.connection.send({"i": self.first, "sizes": sizes, "n": self.held}, b"".join(self.parts))
+            self.parts, self.held = [], 0
+
+
+def read_small(fd: int) -> bytes | None:
+    """All of a file of at most 256 KiB, else None with the descriptor at the start again."""
+    try:
+        data = os.read(fd, SMALL + 1)
+        if len(data) > SMALL:
+            os.lseek(fd, 0, os.SEEK_SET)
+            return None
+        return data
+    except OSError:
+        return None
 
 
 def send_file(server: Server, project: Project, fd: int, number: int, offset: int) -> int:
@@ -2345,7 +2491,7 @@ class Supervisor:
             raise Stop("cancelled", 130, "supervisor_terminated", "the supervisor was told to end (SIGTERM)")
         if os.path.exists(self.job.file("cancel")):
             why = (read_json(self.job.file("cancel")) or {}).get("why", "user")
-            raise Stop("cancelled", 130, why, f"cancelled: {why}")
+            raise Stop("cancelled", 130, why, "gpu job cancel" if why == "user" else f"cancelled: {why}")
         limit_s = self.spec["timeout_s"]
         if limit_s is not None and now - self.started >= limit_s:
             raise Stop("timeout", 124, "timeout", f"the job's timeout of {limit_s:g} s has passed")

@@ -30,6 +30,11 @@ MAX_NAME_BYTES = 255
 MAX_LINK_HOPS = 40
 MAX_LINK_STEPS = 2_000_000  # of all links together: rings of long links must not keep us busy
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+# Nearly every line and nearly every path of a real manifest; what these do not match is judged piece by piece.
+_USUAL_LINE = re.compile(
+    rb'\{"mode":(\d{1,3}),"path":"([ !#-\[\]-~]{1,4096})","sha256":"([0-9a-f]{64})","size":(\d{1,15})\}'
+)
+_USUAL_PATH = re.compile(rb"(?:(?!\.{1,2}/)[^/\0]{1,255}/)*(?!\.{1,2}\Z)[^/\0]{1,255}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +63,10 @@ class Entry:
 
     def manifest_line(self) -> str:
         if self.is_dir:
-            return f'{{"dir":true,{_path_fields("path", self.path)}}}\n'
+            return f'{{"dir":true,{path_members("path", self.path)}}}\n'
         if self.link is not None:
-            return f"{{{_path_fields('link', self.link)},{_path_fields('path', self.path)}}}\n"
-        return f'{{"mode":{self.mode},{_path_fields("path", self.path)},"sha256":"{self.sha256}","size":{self.size}}}\n'
+            return f"{{{path_members('link', self.link)},{path_members('path', self.path)}}}\n"
+        return f'{{"mode":{self.mode},{path_members("path", self.path)},"sha256":"{self.sha256}","size":{self.size}}}\n'
 
 
 class Tree:
@@ -118,10 +123,10 @@ def parse_manifest(
             _refuse(host, job, f"entry {number}{unsafe.where(line)}: {unsafe}")
         entries.append(entry)
         seen.add(entry.path)
-        parent = os.path.dirname(entry.path)
+        parent = entry.path.rpartition(b"/")[0]
         while parent not in folders:
             folders.add(parent)
-            parent = os.path.dirname(parent)
+            parent = parent.rpartition(b"/")[0]
     links = {entry.path: entry.link for entry in entries if entry.link is not None}
     steps = itertools.count(1)
     for entry in entries:
@@ -159,6 +164,11 @@ def _lines(chunks: Iterable[bytes], max_bytes: int, host: str, job: str) -> Iter
 
 
 def _entry(line: bytes) -> Entry:
+    usual = _USUAL_LINE.fullmatch(line)
+    if usual is not None:
+        mode, path, digest, size = usual.groups()
+        _check_relative(path)
+        return Entry(path, int(size), int(mode) & 0o777, digest.decode())
     value = _strict_object(line)
     path = _path(value, "path")
     _check_relative(path)
@@ -215,6 +225,8 @@ def _path(value: dict[str, Any], name: str) -> bytes:
 
 
 def _check_relative(path: bytes) -> None:
+    if len(path) <= MAX_PATH_BYTES and _USUAL_PATH.fullmatch(path):
+        return
     if not path:
         raise _Unsafe("the path is empty")
     if path.startswith(b"/"):
@@ -265,7 +277,8 @@ def _leaves(entry: Entry, links: dict[bytes, bytes], steps: Iterator[int]) -> bo
     return False
 
 
-def _path_fields(name: str, path: bytes) -> str:
+def path_members(name: str, path: bytes) -> str:
+    """A path as members of a JSON object: as text, and where it is no UTF-8 as base64 of its bytes too."""
     try:
         return f'"{name}":{_json_string(path.decode("utf-8"))}'
     except UnicodeDecodeError:
