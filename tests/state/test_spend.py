@@ -169,6 +169,51 @@ def test_a_large_ledger_gives_the_same_as_a_small_one(book, monkeypatch, small_s
     assert fast.bad_lines == (3 if with_bad_lines else 0)
 
 
+def written(middle: str) -> str:
+    return '{"id":"J-000900","status":"completed",' + middle + ',"ts":"2026-01-01T00:00:00Z"}'
+
+
+MONEY_TWICE = [written('"cost_usd":1,"cost_usd":2'), written('"cost_usd":1,"status":"failed"')]
+NOT_STRICT = [
+    written('"cost_usd":1,"model":"a","model":"b"'),
+    written('"cost_usd":1,"inputs":{"a":1,"a":2}'),
+    written('"cost_usd":1,"inputs":{"a":"\\ud800"}'),
+    written('"cost_usd":1,"inputs":{"a":' + "[" * 200 + "]" * 200 + "}"),
+    written('"cost_usd":1,"inputs":' + '{"a":[' * 60 + "1" + '],"b":0}' * 60),
+]
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("bad", [*MONEY_TWICE, *NOT_STRICT])
+def test_a_line_that_is_no_strict_json_is_told_in_a_large_ledger_too(book, small_steps, bad):
+    book.append(many(150, seed=4))
+    offset, before = book.path.stat().st_size, book.spend().total_usd
+    with open(book.path, "a") as stream:
+        stream.write(bad + "\n")
+    book.append([line(901, "completed", 0.5)])
+    book.path.with_name("jobs.spend.json").unlink()
+    found = book.spend()
+    assert found.incomplete and found.bad_offsets == {"jobs.jsonl": [offset]}
+    assert found.total_usd == before + Decimal("0.5")
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("bad", MONEY_TWICE)
+def test_in_a_very_large_ledger_what_changes_the_sum_is_still_told(book, small_steps, monkeypatch, bad):
+    monkeypatch.setattr(spend, "_STRICT_BYTES", 0)
+    book.append(many(150, seed=4))
+    offset = book.path.stat().st_size
+    with open(book.path, "a") as stream:
+        stream.write(bad + "\n")
+    assert book.spend().bad_offsets == {"jobs.jsonl": [offset]}
+
+
+@pytest.mark.subprocess
+def test_brackets_in_texts_are_not_taken_for_depth_but_lines_with_them_are_counted(book, small_steps):
+    book.append([line(n, "completed", 0.5, inputs={"prompt": "{{{{[" * 9}) for n in range(1, 60)])
+    assert book.spend().total_usd == Decimal("29.5") and not book.spend().incomplete
+
+
 @pytest.mark.subprocess
 def test_after_an_append_only_the_new_tail_is_read(book, monkeypatch, small_steps):
     book.append(many(200, seed=1))

@@ -16,7 +16,7 @@ from typing import Any
 
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import UsageError
-from gpu_skills.state import chain, journal, prefix_cache
+from gpu_skills.state import chain, journal, prefix_cache, strict_json
 from gpu_skills.state.job_record import TERMINAL_WORDS
 from gpu_skills.units import json_number, usd
 
@@ -26,6 +26,12 @@ _BLOCK = 256 * 1024
 _SAVE_AFTER_BYTES = 4 << 20
 _SMALL_BYTES = 1 << 20
 _SPLIT_AFTER_BYTES = 32 << 20
+# Up to here every line is known to be strict JSON. In a longer range only what changes the sum is looked for: the rest
+# costs as much as the sum, and `ledger verify` has it.
+_STRICT_BYTES = 32 << 20
+_BRACKETS = b"{}[]"
+_ALL_BUT_BRACKETS = bytes(sorted(set(range(256)) - set(_BRACKETS)))
+_PAIRS_TRIED = 20
 _SHOWN_OFFSETS = 20
 _MAX_CACHED_GROUPS = 50_000
 
@@ -190,7 +196,8 @@ def _scan(
         return _sum_small(path, kind, start, end, moment)
     workers = min(os.cpu_count() or 1, 4, (end - start) // _SPLIT_AFTER_BYTES + 1)
     bounds = _line_bounds(path, start, end, workers)
-    parts = _in_processes([lambda a=a, b=b: _sum_range(path, kind, a, b, moment) for a, b in bounds])
+    strict = end - start <= _STRICT_BYTES
+    parts = _in_processes([lambda a=a, b=b: _sum_range(path, kind, a, b, moment, strict) for a, b in bounds])
     sums = Sums()
     for part in parts:
         sums.add(part)
@@ -258,7 +265,14 @@ def _sum_small(path: Path, kind: str | None, start: int, end: int, moment: datet
     return sums
 
 
-def _sum_range(path: Path, kind: str | None, start: int, end: int, moment: datetime | None) -> Sums:
+def _sum_range(
+    path: Path, kind: str | None, start: int, end: int, moment: datetime | None, strict: bool = True
+) -> Sums:
+    """Sums of whole blocks with a decoder that takes the last of two equal keys and any depth.
+
+    A block that is not plainly free of both is read line by line, as a small file is. strict=False looks only for a
+    second `cost_usd` or `status` in a line.
+    """
     import gc
     from typing import Annotated, Literal
 
@@ -305,7 +319,8 @@ def _sum_range(path: Path, kind: str | None, start: int, end: int, moment: datet
             except (msgspec.DecodeError, RecursionError):
                 _add_one_by_one(sums, kind, sums.end - len(whole), whole, moment)
                 continue
-            if moment is not None or kind != JOB:
+            is_plain = _is_strict(whole) if strict else _money_stands_once(whole, len(rows))
+            if moment is not None or kind != JOB or not is_plain:
                 _add_one_by_one(sums, kind, sums.end - len(whole), whole, moment)
                 continue
             for row in rows:
@@ -324,6 +339,31 @@ def _sum_range(path: Path, kind: str | None, start: int, end: int, moment: datet
         _add_carefully(sums, kind, sums.end, rest, moment)
     sums.crc = [(start, sums.end, crc if not rest else prefix_cache.checksum(path, start, sums.end))]
     return sums
+
+
+def _is_strict(block: bytes) -> bool:
+    """True when lines are strict JSON beyond doubt: written again they are the same, so no key stood there twice."""
+    import msgspec
+
+    if _may_be_deep(block):
+        return False
+    lines = msgspec.json.Decoder().decode_lines(block)
+    return msgspec.json.Encoder().encode_lines(lines) == block
+
+
+def _may_be_deep(block: bytes) -> bool:
+    """Whether a line may nest deeper than strict JSON does. Brackets in strings count too: that costs a closer look."""
+    left = block.translate(None, _ALL_BUT_BRACKETS)
+    for _ in range(_PAIRS_TRIED):  # each takes the innermost level away
+        less = left.replace(b"{}", b"").replace(b"[]", b"")
+        if len(less) == len(left):
+            break
+        left = less
+    return _PAIRS_TRIED + len(left) > strict_json.MAX_DEPTH
+
+
+def _money_stands_once(block: bytes, lines: int) -> bool:
+    return block.count(b'"cost_usd"') <= lines and block.count(b'"status"') <= lines
 
 
 def _add_one_by_one(sums: Sums, kind: str | None, offset: int, block: bytes, moment: datetime | None) -> None:
