@@ -1,74 +1,44 @@
-"""What a machine says about its jobs, on the way into records."""
-
-from __future__ import annotations
-
-import json
+from datetime import UTC, datetime
 
 import pytest
 
-from gpu_skills.jobs import observe
-from gpu_skills.jobs.records import JobFolder
-from gpu_skills.state import files, journal
-from gpu_skills.state import project as projects
+from gpu_skills.jobs.observe import CLOCK_SKEW_S, _believed, exit_code_of
 
-JOB = "J-000001"
+LINE = {"id": "J-000001", "started_at": "2026-01-01T10:00:00Z", "ts": "2026-01-01T10:00:00Z"}
+NOW = datetime(2026, 1, 1, 10, 10, tzinfo=UTC)
 
 
-class EventLink:
-    """A machine whose events are `lines`."""
-
-    host = "box"
-
-    def __init__(self, lines: bytes):
-        self.lines, self.session, self.asked = lines, self, []
-
-    def call(self, verb, args, on_data=None, max_data_bytes=None):
-        assert verb == "events" and max_data_bytes <= 8 << 20
-        self.asked.append(args["offset"])
-        rest = self.lines[args["offset"] :]
-        if rest:
-            on_data({}, rest)
-        return {"next": args["offset"] + len(rest)}
+def answer(**more):
+    return {"job": "J-000001", "state": "succeeded", "exit_code": 0, "reason": None, "duration_s": 60.0, **more}
 
 
-@pytest.fixture
-def project(tmp_path):
-    made = projects.init(tmp_path)
-    files.make_directory(JobFolder(made, JOB).path)
-    return made
+def test_an_answer_that_can_be_is_taken_as_it_is():
+    assert _believed(answer(), LINE, NOW) == answer()
 
 
-def recorded(project):
-    return [record for _, _, record in journal.scan(JobFolder(project, JOB).events)]
+def test_a_job_cannot_have_run_for_longer_than_since_its_start():
+    assert _believed(answer(duration_s=3e8), LINE, NOW)["duration_s"] == 600 + CLOCK_SKEW_S
 
 
-def test_events_that_no_record_can_hold_are_left_out_and_the_others_kept(project):
-    lines = [
-        b'{"event":"first"}',
-        b'{"event":NaN}',
-        b'{"event":1e999}',
-        b'{"event":"\\ud800"}',
-        b'{"event":1,"event":2}',
-        b"[" * 50_000,
-        b"[1]",
-        b"\xff",
-        b'{"event":"a\\u000bb"}',
-    ]
-    observe.sync_events(project, EventLink(b"\n".join(lines) + b"\n"), JOB)
-    assert recorded(project) == [{"event": "first"}, {"event": "a\x0bb"}]
+def test_a_success_with_an_exit_code_is_a_failure():
+    believed = _believed(answer(exit_code=7), LINE, NOW)
+    assert (believed["state"], believed["reason"]) == ("failed", "exit_code")
+    assert exit_code_of(believed) == 7
 
 
-def test_events_are_read_on_from_where_the_last_reading_ended(project):
-    link = EventLink(b'{"event":1}\n')
-    observe.sync_events(project, link, JOB)
-    link.lines += b'{"event":2}\n'
-    observe.sync_events(project, link, JOB)
-    assert recorded(project) == [{"event": 1}, {"event": 2}] and link.asked == [0, 12]
-
-
-@pytest.mark.parametrize("cursor", [{}, [], {"next": "12"}, {"next": -1}, {"next": True}, None])
-def test_a_damaged_cursor_starts_again(project, cursor):
-    (JobFolder(project, JOB).path / "events_cursor.json").write_text(json.dumps(cursor))
-    link = EventLink(b'{"event":1}\n')
-    observe.sync_events(project, link, JOB)
-    assert link.asked == [0] and recorded(project) == [{"event": 1}]
+@pytest.mark.parametrize(
+    ("state", "code", "exits"),
+    [
+        ("succeeded", 0, 0),
+        ("failed", 3, 3),
+        ("failed", 0, 1),
+        ("failed", None, 1),
+        ("failed", 4096, 1),
+        ("failed", -9, 1),
+        ("timeout", 124, 124),
+        ("cancelled", None, 130),
+        ("lost", None, 1),
+    ],
+)
+def test_gpu_job_run_never_exits_0_for_a_job_that_did_not_succeed(state, code, exits):
+    assert exit_code_of({"state": state, "exit_code": code}) == exits

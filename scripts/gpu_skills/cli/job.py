@@ -307,7 +307,8 @@ def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Out
             pulled = _pull(context, link, job_id)
         except GpuError as exc:
             problem = exc
-    _settle(context, link)  # after the pull, so that the ledger's line can say where the outputs are now
+    # After the pull, so that the ledger's line can say where the outputs are now.
+    answer = _settle(context, link).get(job_id, answer)
     document = job_document(context, job_id, answer)
     if pulled is not None:
         document["pulled"] = pulled.document

@@ -6,12 +6,12 @@ Whichever command sees the end first writes it; the ledger takes only one per id
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from gpu_skills.clock import Clock, timestamp
+from gpu_skills.clock import Clock, parse_timestamp, timestamp
 from gpu_skills.economics.sharing import shared_seconds
 from gpu_skills.errors import ProtocolError, StateBusy, StateError, one_line
 from gpu_skills.jobs.records import JobFolder
@@ -24,6 +24,7 @@ from gpu_skills.units import json_number, usd
 
 ARTIFACTS_IN_A_LINE = 50
 MAX_EVENT_BYTES = 8 << 20  # of one answer; a runner sends 4 MiB at most
+CLOCK_SKEW_S = 120.0  # between this computer and the machine
 ASKED_AT_ONCE = 100  # about 150 answers fit into one
 _EXITS = {"timeout": 124, "cancelled": 130}
 _KEPT_OF_AN_END = ("state", "exit_code", "reason", "message", "started_epoch_s", "duration_s", "outputs")
@@ -46,7 +47,9 @@ def settle(
     lines = open_jobs(ledger, link.machine.id)
     if not lines:
         return {}
-    answers = _ask(project, link, [line["id"] for line in lines])
+    told = _ask(project, link, [line["id"] for line in lines])
+    now = clock.now()
+    answers = {line["id"]: _believed(told[line["id"]], line, now) for line in lines}
     for line in lines if write else ():
         answer = answers.get(line["id"])
         if answer is None:
@@ -126,6 +129,16 @@ def _ask(project: Project, link: Link, jobs: list[str]) -> dict[str, dict[str, A
     return answers
 
 
+def _believed(answer: dict[str, Any], line: dict[str, Any], now: datetime) -> dict[str, Any]:
+    """An answer without what cannot be: a success with an exit code, a job that ran before it was started."""
+    longest_s = max(0.0, (now - parse_timestamp(line["started_at"] or line["ts"])).total_seconds()) + CLOCK_SKEW_S
+    if isinstance(answer.get("duration_s"), int | float) and answer["duration_s"] > longest_s:
+        answer = {**answer, "duration_s": longest_s}
+    if answer["state"] == "succeeded" and answer.get("exit_code") not in (0, None):
+        answer = {**answer, "state": "failed", "reason": "exit_code"}
+    return answer
+
+
 def _write_end(
     project: Project,
     ledger: Ledger,
@@ -139,8 +152,7 @@ def _write_end(
     manifest = outputs_now(project, link, job)
     sync_events(project, link, job)
     duration_s = max(0.0, float(answer.get("duration_s") or 0.0))
-    started = datetime.fromisoformat(line["started_at"])
-    completed = datetime.fromtimestamp(started.timestamp() + duration_s, UTC)
+    completed = parse_timestamp(line["started_at"] or line["ts"]) + timedelta(seconds=duration_s)
     ending: dict[str, Any] = {
         "id": job,
         "status": answer["state"],
@@ -156,13 +168,7 @@ def _write_end(
     if answer["state"] != "succeeded":
         ending["error"] = reason_text(answer)
         ending["reason"] = answer.get("reason")
-    folder.write(
-        "ended",
-        {
-            k: answer.get(k)
-            for k in ("state", "exit_code", "reason", "message", "started_epoch_s", "duration_s", "outputs")
-        },
-    )
+    folder.write("ended", {k: answer.get(k) for k in _KEPT_OF_AN_END})
     ledger.finish(ending)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpu_skills.clock import Clock, timestamp
-from gpu_skills.errors import JobRunning, NotCollected
+from gpu_skills.errors import JobNotFound, JobRunning, NotCollected
 from gpu_skills.jobs import observe
 from gpu_skills.jobs.records import JobFolder, is_collected
 from gpu_skills.lifecycle import machines
@@ -66,7 +66,10 @@ def _uncollected(
         with folder.collecting():  # a pull that is under way ends first
             if is_collected(project, job):
                 continue
-            files = observe.outputs_now(project, link, job)["files"]
+            try:
+                files = observe.outputs_now(project, link, job)["files"]
+            except JobNotFound:  # the machine has no trace of it any more: there is nothing left to protect
+                continue
         if files:
             lost[job] = files
     return lost
