@@ -84,7 +84,7 @@ class Offer:
     """Something that can be used now at a rate. It holds nothing, and its id may be gone in a minute.
 
     gpu_count 0 and gpu None: only a look at the machine tells. machine_id: the physical machine where the provider
-    shows it, for what is remembered about it. storage_usd_hr: the part of the rate that a stopped machine still costs.
+    shows it, for what is remembered about it. storage_usd_hr: what it costs an hour while it is stopped.
     duration_h: how long it can be had. min_bid_usd_hr: of an interruptible one, without disk. stock: NONE, LOW,
     MEDIUM or HIGH where the provider says so; no reservation.
     """
@@ -211,7 +211,8 @@ class Machine:
     """An instance as the provider shows it now. None: the provider does not say, or not readably.
 
     status: ours; `running` is a started container, not a machine that answers. said: the provider's own words.
-    rate_usd_hr: all-in while it runs. burn_usd_hr: what it costs in this state, by the dearer reading.
+    rate_usd_hr: all-in while it runs. burn_usd_hr: what it costs in this state, by the dearer reading. storage_usd_hr:
+    what it costs while it is stopped.
     dead_end: why it will not become `running` by itself. may_recover: waiting, with a deadline, could still help.
     ends_at: when the provider takes it away. label: exactly as it stands there; what is not ours is foreign.
     """

@@ -248,7 +248,7 @@ class RunpodClient:
                 # Only prose tells a full data centre from a broken rule. Refused everywhere: suspect the request.
                 is_clear=bool(_NO_CAPACITY.search(said)),
             )
-        if document and status in (400, 404, 405, 413, 415, 422):
+        if document and (status in (400, 405, 413, 415, 422) or (status == 404 and what == "create")):
             return ProviderSchema(provider=NAME, what=what, reason=reason)
         return UnexpectedReply(provider=NAME, what=what, reason=reason)
 

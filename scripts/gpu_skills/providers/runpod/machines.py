@@ -39,8 +39,6 @@ def read_machine(row: Mapping[str, Any]) -> Machine:
     persistent_gb = fields.real(fields.child(mounts, "persistent"), "size") or 0.0
     rate = _rate(row, status, container_gb, persistent_gb)
     storage = stopped_usd_hr(persistent_gb)
-    if status == "running" or status == "booting":
-        storage = running_usd_hr(container_gb or 0.0, persistent_gb)
     name = row.get("name")
     return Machine(
         provider="runpod",

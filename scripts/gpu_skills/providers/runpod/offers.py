@@ -11,7 +11,7 @@ from typing import Any
 from gpu_skills.errors import UsageError
 from gpu_skills.providers import fields
 from gpu_skills.providers.base import Offer, Requirements
-from gpu_skills.providers.runpod.pricing import CONTAINER_DISK_GB, running_usd_hr, volume_gb
+from gpu_skills.providers.runpod.pricing import CONTAINER_DISK_GB, running_usd_hr, stopped_usd_hr, volume_gb
 
 CLOUD = "SECURE"
 _STOCKS = ("NONE", "LOW", "MEDIUM", "HIGH")
@@ -50,17 +50,16 @@ def read_offer(row: Mapping[str, Any], need: Requirements) -> Offer | None:
     if count < 1:
         return None
     persistent_gb = 0 if need.volume_id else volume_gb(need.disk_gb)
-    storage = running_usd_hr(CONTAINER_DISK_GB, persistent_gb)
     stock = fields.text(row, "availability", limit=20)
     return Offer(
         provider="runpod",
         offer_id=gpu_id,
-        rate_usd_hr=price * count + storage,
+        rate_usd_hr=price * count + running_usd_hr(CONTAINER_DISK_GB, persistent_gb),
         gpu=fields.text(row, "name", limit=80) or gpu_id,
         gpu_count=count,
         vram_gb=memory,
         disk_gb=float(persistent_gb or CONTAINER_DISK_GB),
-        storage_usd_hr=storage,
+        storage_usd_hr=stopped_usd_hr(persistent_gb),
         location=", ".join(_places(row)) or None,
         cuda=max(_cuda_versions(row), default=None),
         is_interruptible=False,
