@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gpu_skills.state import job_index, prefix_cache, spend
+from providers.wires import Script, answer
+
 pytestmark = pytest.mark.subprocess
 
 READING = [
@@ -63,6 +66,42 @@ def test_no_reading_command_writes_anything_anywhere(tmp_path, gpu, home, monkey
         assert result.exit_code == 0, (command, result.stderr)
         assert contents(project, home) == before, command
     assert gpu("job", "status", "--json", cwd=project).document["state"] == "succeeded"
+
+
+def test_what_is_computed_from_a_long_ledger_is_kept_only_where_writing_is_allowed(tmp_path, gpu, home, monkeypatch):
+    assert gpu("init", "--jobs").exit_code == 0
+    lines = b'{"status": "completed", "cost_usd": 0.5}\n{"status": "running"}\n' * 50
+    assert gpu("ledger", "append", stdin=lines).exit_code == 0
+    for module, name in (
+        (prefix_cache, "WORTHWHILE_BYTES"),
+        (spend, "_SAVE_AFTER_BYTES"),
+        (job_index, "_SAVE_AFTER_BYTES"),
+    ):
+        monkeypatch.setattr(module, name, 1)
+    before = contents(tmp_path, home)
+    for command in (
+        ["spend"],
+        ["status"],
+        ["policy", "show"],
+        ["economics", "keepalive", "--rate-usd-hr", "1", "--startup-min", "9"],
+    ):
+        assert gpu(*command, "--json", "--mode", "audit").exit_code == 0
+        assert contents(tmp_path, home) == before, command
+    assert gpu("spend").exit_code == 0 and gpu("status").exit_code == 0
+    assert {path.name for path in (tmp_path / ".pi/gpu").glob("jobs.*.json")} == {"jobs.spend.json", "jobs.index.json"}
+
+
+def test_a_provider_is_asked_at_a_pace_that_no_file_remembers(tmp_path, gpu, home, monkeypatch):
+    monkeypatch.setenv("VAST_API_KEY", "made-up-key-of-a-test")
+
+    wire = Script([answer(body={"offers": []})])
+    assert gpu("init", "--jobs").exit_code == 0
+    before = contents(tmp_path, home)
+    asked = ("offers", "--json", "--provider", "vast")
+    gpu(*asked, "--mode", "audit", wire=wire)
+    assert wire.calls and contents(tmp_path, home) == before
+    gpu(*asked, wire=wire)
+    assert list((home / ".local/state/gpu/limits").iterdir())
 
 
 def test_a_machine_without_our_runner_stays_so(tmp_path, audit, gpu, home, monkeypatch):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 
@@ -109,6 +110,24 @@ def test_a_head_that_is_gone_is_made_again_and_a_spoiled_one_is_a_problem(book):
     assert book.verify().sealed_lines == 11
     book.head.write_text("nonsense\n")
     assert "no readable seal" in book.verify().problems[0].message
+
+
+def test_reseal_notes_its_reason_under_the_lock_of_the_journal(book, project, monkeypatch):
+    path, real, was_free = project.path("journal.jsonl"), journal.append_locked, []
+
+    def watched(target, data, **more):
+        if target == path:
+            with open(f"{path}.lock", "a") as other:
+                try:
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    was_free.append(True)
+                except BlockingIOError:
+                    was_free.append(False)
+        return real(target, data, **more)
+
+    monkeypatch.setattr(journal, "append_locked", watched)
+    book.reseal("why")
+    assert was_free == [False]
 
 
 def test_reseal_accepts_a_change_and_keeps_its_reason(book, project):

@@ -93,7 +93,7 @@ class Context:
         from gpu_skills.state.ledger import Ledger
 
         inputs = policy.ledger_inputs(self.project, self.environ, **self._where_policies_are())
-        return Ledger(self.project, self.clock, inputs=inputs)
+        return Ledger(self.project, self.clock, inputs=inputs, keeps_caches=self.may_write)
 
     @cached_property
     def policy(self) -> Policy:
@@ -177,8 +177,8 @@ class Context:
                 from gpu_skills.providers.vast import connect_vast as connect
             else:
                 from gpu_skills.providers.runpod import connect_runpod as connect
-            try:
-                state_dir = userdirs.state_dir(self.environ)
+            try:  # in Audit this command keeps the provider's pace by itself, without a file
+                state_dir = userdirs.state_dir(self.environ) if self.may_write else None
             except userdirs.NoHome:
                 state_dir = None
             self._clients[key] = connect(

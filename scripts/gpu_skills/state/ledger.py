@@ -27,21 +27,24 @@ _MANY_IDS = 20
 class Ledger:
     """The ledger of one project. inputs: `full`, `hash` or `none`, the policy's `ledger_inputs`.
 
+    keeps_caches: False for whoever only reads: what was computed from the lines is then not written beside them.
+
     Reading takes no lock: lines are only ever added. What is bad in the file is passed over by the readers of jobs,
     counted by `spend` and told by `verify`.
     """
 
-    def __init__(self, project: Project, clock: Clock, *, inputs: str = "full"):
+    def __init__(self, project: Project, clock: Clock, *, inputs: str = "full", keeps_caches: bool = True):
         self.project = project
         self.clock = clock
         self.inputs = inputs
+        self._keeps_caches = keeps_caches and not project.is_read_only
         self.path = project.path("jobs.jsonl")
         self.head = project.path("jobs.head.jsonl")
         self._cache = project.path("jobs.index.json")
         self.charges = project.path("charges.jsonl")
         self._known: job_index.JobIndex | None = None
         self._sealer = chain.Sealer(self.path, self.head)
-        weakref.finalize(self, _close, self._sealer)
+        weakref.finalize(self, self._sealer.close)
 
     # writing ----------------------------------------------------------------------------------------------------
 
@@ -114,7 +117,8 @@ class Ledger:
         self.project.require_writable()
         if not reason.strip():
             raise UsageError("a reason is needed", next_step='gpu ledger reseal --reason "…"')
-        with files.lock(self.path):
+        journal_path = self.project.path("journal.jsonl")
+        with files.lock(journal_path), files.lock(self.path):
             now = timestamp(self.clock.now())
             before = chain.last_seal(self.head) or chain.Seal()
             event = {
@@ -124,7 +128,7 @@ class Ledger:
                 "reason": reason,
                 "details": {"chain_before": before.chain, "lines_before": before.lines},
             }
-            journal.append_locked(self.project.path("journal.jsonl"), files.dumps_line(event))
+            journal.append_locked(journal_path, files.dumps_line(event))
             self._sealer.seal_locked()
             return chain.reseal(self.path, self.head, reason=reason, ts=now)
 
@@ -229,14 +233,13 @@ class Ledger:
             by=by,
             status=word,
             since=since,
-            may_save=not self.project.is_read_only,
+            may_save=self._keeps_caches,
         )
 
     # inside ----------------------------------------------------------------------------------------------------
 
     def _index(self) -> job_index.JobIndex:
-        may_save = not self.project.is_read_only
-        self._known = job_index.refresh(self._known, self.path, self.head, self._cache, may_save=may_save)
+        self._known = job_index.refresh(self._known, self.path, self.head, self._cache, may_save=self._keeps_caches)
         return self._known
 
     def _completed(self, record: dict[str, Any], number: int | None = None) -> dict[str, Any]:
@@ -339,10 +342,6 @@ def read_records(data: bytes, name: str) -> list[dict[str, Any]]:
     if not records:
         raise UsageError(f"{name} has no records", next_step="gpu ledger append --help")
     return records
-
-
-def _close(sealer: chain.Sealer) -> None:
-    sealer.close()
 
 
 def _largest_number(folder: Path) -> int:
