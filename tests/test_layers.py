@@ -162,7 +162,6 @@ ALLOWED = {
     ("state/spend.py", "write"): "the pipe from those processes",
     # beside them
     ("jobs/collect.py", "write"): "the folders of outputs in the user's project",
-    ("cli/login.py", "write"): "the user's configuration folder; the file in it goes through the door",
     ("cli/demo.py", "write"): "a copy of the example in a folder that is the user's own",
     ("cli/debuglog.py", "write"): "the log of --debug, which must work when nothing else does",
     ("bootstrap.py", "write"): "makes the environment before any of this exists",

@@ -59,14 +59,14 @@ def now(project, clock, **more) -> budget.Books:
 def test_jobs_and_charges_of_the_utc_day_and_month_are_summed(project, ledger, clock):
     ledger.append([job("2026-02-28T23:59:59Z", 50), job("2026-03-01T00:00:00Z", 4), job("2026-03-10T00:00:00Z", 2)])
     journal.append(ledger.charges, [charge("2026-03-10T11:00:00Z", 0.5), charge("2026-03-09T11:00:00Z", 1)])
-    spent = budget.spent_now(project, ledger, clock)
+    spent = now(project, clock).spent
     assert (spent.day_usd, spent.month_usd, spent.incomplete) == (Decimal("2.5"), Decimal("7.5"), False)
 
 
 def test_a_clock_that_went_back_gives_no_money_back(project, ledger, clock):
     ledger.append([job("2026-03-10T10:00:00Z", 6)])
     clock.jump_wall(-26 * 3600)
-    assert budget.spent_now(project, ledger, clock).day_usd == 6
+    assert now(project, clock).spent.day_usd == 6
 
 
 def test_a_line_that_cannot_be_read_makes_the_sum_incomplete_and_nothing_is_rewritten(project, ledger, clock):
@@ -74,7 +74,7 @@ def test_a_line_that_cannot_be_read_makes_the_sum_incomplete_and_nothing_is_rewr
     with open(ledger.path, "ab") as stream:
         stream.write(b'{"id":"J-000009","cost_usd":-4}\n')
     before = ledger.path.read_bytes()
-    spent = budget.spent_now(project, ledger, clock)
+    spent = now(project, clock).spent
     assert (spent.day_usd, spent.incomplete) == (6, True)
     assert ledger.path.read_bytes() == before
 

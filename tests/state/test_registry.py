@@ -105,8 +105,9 @@ def test_a_status_never_leaves_destroyed_and_a_destroyed_record_never_disappears
     put(project, kind, record)
     put(project, kind, {**record, "status": "destroyed"})
     assert registry.validate(project) == []
-    with pytest.raises(UsageError, match="was destroyed; that never changes"):
+    with pytest.raises(UsageError, match="was destroyed; that never changes") as refused:
         put(project, kind, record)
+    assert refused.value.next_step == f"gpu registry show {kind} {record['id']}"
     write(project, kind, json.dumps([record]))
     assert "that never changes" in registry.validate(project)[0].message
     write(project, kind, "[]")

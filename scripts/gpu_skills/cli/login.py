@@ -81,7 +81,7 @@ def _write(context: Context, provider: str, kept: str | dict[str, str]) -> None:
     from gpu_skills.state import files
 
     path = credentials.store_path(context.environ)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    files.make_directory(path.parent)
     files.update(path, lambda stored: {**(stored if isinstance(stored, dict) else {}), provider: kept}, default={})
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu_skills.clock import Clock, timestamp
-from gpu_skills.errors import DiskFull, NotWritable
-from gpu_skills.jobs.follow import read_log
+from gpu_skills.errors import NotWritable
+from gpu_skills.jobs.follow import gap_notice, read_log
 from gpu_skills.jobs.observe import fetch_manifest
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
@@ -98,7 +98,7 @@ def _keep_log(project: Project, link: Link, folder: JobFolder) -> None:
     while len(data) < LOG_KEPT_BYTES:
         piece = read_log(link, project.project_id, folder.job, offset=offset)
         if piece.gap_bytes:
-            data += f"\n[gpu: {piece.gap_bytes} bytes of log were not kept]\n".encode()
+            data += f"\n{gap_notice(piece.gap_bytes)}\n".encode()
         if not piece.data:
             break
         data += piece.data
@@ -112,5 +112,4 @@ def _make_folder(path: Path) -> None:
     except FileExistsError as exc:
         raise NotWritable(path=str(path), reason="a file of that name is in the way") from exc
     except OSError as exc:
-        error = DiskFull if exc.errno == 28 else NotWritable
-        raise error(path=str(path), reason=exc.strerror or str(exc)) from exc
+        raise files.writing_failed(path, exc) from exc

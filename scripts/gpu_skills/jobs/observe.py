@@ -13,7 +13,7 @@ from typing import Any
 
 from gpu_skills.clock import Clock, parse_timestamp, timestamp
 from gpu_skills.economics.sharing import shared_seconds
-from gpu_skills.errors import ProtocolError, StateBusy, StateError, one_line
+from gpu_skills.errors import EXIT_CANCELLED, EXIT_TIMEOUT, ProtocolError, StateBusy, StateError, one_line
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.remote.tree import parse_manifest
@@ -26,7 +26,7 @@ ARTIFACTS_IN_A_LINE = 50
 MAX_EVENT_BYTES = 8 << 20  # of one answer; a runner sends 4 MiB at most
 CLOCK_SKEW_S = 120.0  # between this computer and the machine
 ASKED_AT_ONCE = 100  # about 150 answers fit into one
-_EXITS = {"timeout": 124, "cancelled": 130}
+_EXITS = {"timeout": EXIT_TIMEOUT, "cancelled": EXIT_CANCELLED}
 _KEPT_OF_AN_END = ("state", "exit_code", "reason", "message", "started_epoch_s", "duration_s", "outputs")
 
 

@@ -56,19 +56,6 @@ def account_journal(provider: str, account: str, environ: Mapping[str, str] = os
     return account_directory(provider, account, environ) / "journal.jsonl"
 
 
-def spent_now(
-    project: Project,
-    ledger: Ledger,
-    clock: Clock,
-    environ: Mapping[str, str] = os.environ,
-    *,
-    job_id: str | None = None,
-    session_usd: Decimal = Decimal(0),
-) -> Spent:
-    """What counts against the ceilings today and this month, in UTC. See `books` for what is reserved."""
-    return books(project, ledger, clock, environ, job_id=job_id, session_usd=session_usd).spent
-
-
 def books(
     project: Project,
     ledger: Ledger,

@@ -285,7 +285,7 @@ def _json(value: Decimal | None) -> int | float | None:
 
 @dataclass(frozen=True)
 class Spent:
-    """What counts against the ceilings already. budget.spent_now fills it in.
+    """What counts against the ceilings already. budget.books fills it in.
 
     day_usd, month_usd: booked. session_usd, job_usd: booked or reserved for the very session or job that the money is
     for. machines: rented ones that may bill. incomplete: a line could not be read, so it may be more.

@@ -67,7 +67,7 @@ def put(project: Project, kind: str, record: dict[str, Any], *, clock: Clock | N
         from gpu_skills import schemas
 
         schemas.check(record, kind, file="record")
-    _refuse(_rule_broken(kind, record), record)
+    _refuse(_rule_broken(kind, record), kind, record)
 
     def with_record(before: Any) -> list[Any]:
         records = _array(before, path)
@@ -77,7 +77,7 @@ def put(project: Project, kind: str, record: dict[str, Any], *, clock: Clock | N
             raise StateError(file=path.name, at=f" /{places[1]}/id", problem=problem)
         if not places:
             return [*records, record]
-        _refuse(_transition_broken(kind, records[places[0]], record), record)
+        _refuse(_transition_broken(kind, records[places[0]], record), kind, record)
         return [record if n == places[0] else r for n, r in enumerate(records)]
 
     records = files.update(path, with_record, default=[])
@@ -203,9 +203,9 @@ def _transition_broken(kind: str, before: Any, after: dict[str, Any]) -> str | N
     return None
 
 
-def _refuse(broken: str | None, record: dict[str, Any]) -> None:
+def _refuse(broken: str | None, kind: str, record: dict[str, Any]) -> None:
     if broken:
-        raise UsageError(f"{record['id']}: status {broken}", next_step=f"gpu registry show, for {record['id']}")
+        raise UsageError(f"{record['id']}: status {broken}", next_step=f"gpu registry show {kind} {record['id']}")
 
 
 def _destroyed_ids(project: Project, kind: str) -> set[str]:
