@@ -16,7 +16,7 @@ from gpu_skills.sandbox.face import Reply, Request, Route, route
 from gpu_skills.sandbox.runpod_account import AccountParts
 from gpu_skills.sandbox.runpod_placement import CPU_FLAVOURS, NO_INSTANCES, Wish, hosts_of, offered_types, stock
 from gpu_skills.sandbox.runpod_pods import Pods, PodSpec, memory_gb, pod_of, vcpus
-from gpu_skills.sandbox.runpod_wire import Problem, Settings, stamp
+from gpu_skills.sandbox.runpod_wire import Problem, Settings, stamp, without_half_pairs
 from gpu_skills.sandbox.world import Account, Instance, Key, World
 
 SCHEMA = Path(__file__).with_name("runpod_schema.graphql")
@@ -56,7 +56,7 @@ class GraphQl:
         except ImportError:
             return _errors(501, [WITHOUT_LIBRARY])
         try:
-            body = request.json()
+            body = without_half_pairs(request.json())
         except ValueError:
             return _errors(400, ["POST body sent invalid JSON."])
         query = body.get("query") if isinstance(body, dict) else None

@@ -280,6 +280,7 @@ class Pods:
     def terminate(self, instance: Instance, faults: Mapping[str, Any] = {}) -> None:
         if "destroy_again" not in faults:
             self.world.destroy(instance)
+            self.logs.note_phase(instance)
 
     def command_ended(self, instance: Instance, code: int) -> None:
         """The host starts the container again, on the same disk and ports, and bills on."""

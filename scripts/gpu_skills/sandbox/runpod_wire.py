@@ -61,24 +61,22 @@ def invalid(what: str, value: str) -> Problem:
 def read_body(request: Request, shape: Object) -> dict[str, Any]:
     """The body, valid by its schema. Raises Problem 400 (no JSON) or 422 (another shape)."""
     try:
-        body = request.json()
+        body = without_half_pairs(request.json())
     except ValueError:
         raise Problem(400, "request body is not valid JSON") from None
-    if b"\\u" in request.raw:
-        body = _without_half_pairs(body)
     if errors := list(shape.violations(body, "$"))[:50]:
         raise Problem(422, "Request validation failed.", errors)
     return body
 
 
-def _without_half_pairs(value: Any) -> Any:
+def without_half_pairs(value: Any) -> Any:
     """Half a surrogate pair becomes the replacement character, as in the vendor's own decoder."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
-        return [_without_half_pairs(item) for item in value]
+        return [without_half_pairs(item) for item in value]
     if isinstance(value, dict):
-        return {_without_half_pairs(name): _without_half_pairs(item) for name, item in value.items()}
+        return {without_half_pairs(name): without_half_pairs(item) for name, item in value.items()}
     return value
 
 
