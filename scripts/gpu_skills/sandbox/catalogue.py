@@ -88,9 +88,17 @@ class Catalogue:
 
 
 def load(seed: int, path: Path = DEFAULT) -> Catalogue:
-    """Read the catalogue and make its hosts. Raises ValueError or KeyError for a file that is none."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    """Read the catalogue and make its hosts. Raises ValueError for a file that is none."""
+    try:
+        return _make(seed, json.loads(path.read_text(encoding="utf-8")))
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError) as exc:
+        raise ValueError(f"{path} is no catalogue: {type(exc).__name__} {exc}") from exc
+
+
+def _make(seed: int, content: dict[str, Any]) -> Catalogue:
     gpu_types = [_gpu_type(entry) for entry in content["gpu_types"]]
+    if not gpu_types:
+        raise ValueError("the catalogue has no GPU types")
     dice = random.Random(f"{seed} hosts")
     hosts: list[Host] = []
     for gpu in gpu_types:

@@ -36,8 +36,8 @@ class HangUp(Exception):
 class Limits:
     """The documented minimum interval between two calls of one account to one endpoint.
 
-    mode `count` only counts calls that came too soon (`world.too_frequent`); `real` and `virtual` refuse them with 429,
-    by real time or by the vendor's clock; `off` does nothing.
+    mode `count` only counts calls that came too soon by the vendor's clock (`world.too_frequent`); `virtual` refuses
+    them with 429 as well, `real` refuses by real time; `off` does nothing.
     """
 
     MODES = ("off", "count", "real", "virtual")
@@ -53,7 +53,7 @@ class Limits:
         """Whether to refuse this call."""
         if self.mode == "off" or not (route.interval_s or route.per_minute):
             return False
-        now = self.world.now() if self.mode == "virtual" else time.monotonic()
+        now = time.monotonic() if self.mode == "real" else self.world.now()
         with self._lock:
             if not self._came_too_soon((identity, vendor, route.call), route, now):
                 return False

@@ -18,9 +18,13 @@ class MachineRoom:
         self._on_failure = on_failure
         self._queues: dict[Hashable, deque[Callable[[], Any]]] = {}
         self._idle = threading.Condition()
+        self._is_closed = False
 
     def submit(self, instance: Hashable, work: Callable[[], Any]) -> None:
+        """Do it later, after what this instance already waits for. After `close` nothing is done any more."""
         with self._idle:
+            if self._is_closed:
+                return
             if instance in self._queues:
                 self._queues[instance].append(work)
                 return
@@ -37,6 +41,8 @@ class MachineRoom:
 
     def close(self) -> None:
         self.settle()
+        with self._idle:
+            self._is_closed = True
         self._workers.shutdown(wait=True, cancel_futures=True)
 
     def _serve(self, instance: Hashable) -> None:

@@ -40,6 +40,7 @@ class Sandbox:
         admin: Any = None,
     ):
         self._temporary = directory is None
+        self._stopped = False
         self.directory = directory or Path(tempfile.mkdtemp(prefix="gpu-sandbox-"))
         self.world = World(
             self.directory / "containers",
@@ -83,6 +84,10 @@ class Sandbox:
         return self
 
     def stop(self) -> None:
+        """End it; a second time does nothing."""
+        if self._stopped:
+            return
+        self._stopped = True
         self.http.stop()
         self.world.close()
         shutil.rmtree(self.directory if self._temporary else self.directory / "containers", ignore_errors=True)

@@ -62,7 +62,7 @@ def create(world: World, book: OfferBook, request: Request, offer_id: Any, body:
     if "insufficient_balance" in request.faults or request.account.balance_usd(world.now()) <= 0:
         raise error(400, "missing_billing", "Your account lacks credit; see the billing page.", ask_id=ask_id)
     has_room = ask.host.free_gpus >= ask.gpu_count
-    if ask.is_gone and has_room:
+    if ask.is_expired:
         raise _gone(404, ask_id)
     if not has_room and order.cancel_unavail:
         raise _gone(410, ask_id)

@@ -1,7 +1,8 @@
 """Vast's offers: what the hosts' free GPUs look like in a search, and the search itself.
 
-A host offers its free GPUs in sizes of 1, 2, 4, 8 and all of them. An offer's id lives until what is free on that host
-changes, and six hours of the vendor's clock at most; machine_id stays.
+A host offers its free GPUs in sizes of 1, 2, 4, 8 and all of them. Searches show another id for an offer whenever what
+is free on its host has changed. An old one is still accepted as long as there are GPUs (two creates on one id may both
+succeed), for six hours of the vendor's clock at most; machine_id stays.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ RESERVED_DISCOUNT = Decimal("0.2")
 
 @dataclass(frozen=True)
 class Ask:
-    """One rentable share of a host. is_gone: it was there once; its GPUs are taken or its id has expired."""
+    """One rentable share of a host. is_expired: its id was good once; whether GPUs are free is another question."""
 
     id: int
     host: Host
     gpu_count: int
-    is_gone: bool = False
+    is_expired: bool = False
 
     @property
     def rate_usd_hr(self) -> Decimal:
@@ -62,7 +63,7 @@ class OfferBook:
         self.hosts = [host for host in world.catalogue.hosts if host.vendor == "vast"]
         self._ids = itertools.count(30_000_000 + world.dice.randrange(100_000) * 10)
         self._by_state: dict[tuple[int, int, int, int], int] = {}
-        self._by_id: dict[int, tuple[Host, int, int, int]] = {}
+        self._by_id: dict[int, tuple[Host, int, int]] = {}
 
     def open(self) -> Iterator[Ask]:
         """Every offer there is now."""
@@ -76,15 +77,14 @@ class OfferBook:
         found = self._by_id.get(offer_id)
         if found is None:
             return None
-        host, size, generation, epoch = found
-        is_gone = generation != host.generation or epoch != self._epoch() or size > host.free_gpus
-        return Ask(offer_id, host, size, is_gone)
+        host, size, epoch = found
+        return Ask(offer_id, host, size, is_expired=epoch != self._epoch())
 
     def _id(self, host: Host, size: int) -> int:
         state = (host.machine_id, size, host.generation, self._epoch())
         if state not in self._by_state:
             offer_id = self._by_state[state] = next(self._ids)
-            self._by_id[offer_id] = (host, size, host.generation, self._epoch())
+            self._by_id[offer_id] = (host, size, self._epoch())
         return self._by_state[state]
 
     def _epoch(self) -> int:

@@ -1,0 +1,3 @@
+from sandbox_fixture import login_key, make_sandbox
+
+__all__ = ["login_key", "make_sandbox"]
