@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpu_skills.errors import Unreachable
+
 if TYPE_CHECKING:
     from gpu_skills.lifecycle.machines import Machine
     from gpu_skills.remote.session import Session
@@ -38,6 +40,9 @@ def connect(machine: Machine, *, known_hosts: Path, environ: Mapping[str, str], 
     """
     from gpu_skills.remote.session import Session
 
+    if machine.endpoint is None and machine.provider != "local":
+        # Never the other way in: without this a rented machine that has no address yet would be this computer.
+        raise Unreachable(host=machine.host, reason=f"{machine.provider} shows no address of it")
     if machine.endpoint is None:
         from gpu_skills.remote.transport import LocalTransport
 
