@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
-
-from conftest import REAL_ENVIRONMENT
 
 # Status, method and path → why an answer that the file does not describe is right all the same.
 KNOWN: dict[tuple[int, str, str], str] = {
@@ -87,5 +86,5 @@ class OpenApi:
 
 @functools.cache
 def openapi_of(vendor: str) -> OpenApi | None:
-    named = REAL_ENVIRONMENT.get(f"SANDBOX_OPENAPI_{vendor.upper()}")
+    named = os.environ.get(f"SANDBOX_OPENAPI_{vendor.upper()}")
     return OpenApi(Path(named)) if named else None

@@ -72,7 +72,7 @@ def read_body(request: Request, shape: Object) -> dict[str, Any]:
 def without_half_pairs(value: Any) -> Any:
     """Half a surrogate pair becomes the replacement character, as in the vendor's own decoder."""
     if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
         return [without_half_pairs(item) for item in value]
     if isinstance(value, dict):
