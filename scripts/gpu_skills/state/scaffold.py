@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpu_skills import config, resources
+from gpu_skills import config, resources, schemas, strict_yaml
 from gpu_skills.errors import ConfigError, UsageError
 from gpu_skills.state import files
 
@@ -25,10 +25,12 @@ def write_gpu_yaml(
     """Write or adjust gpu.yaml. Returns `written`, `changed` or `unchanged`. All else in it stays as it is."""
     if provider is not None and provider not in PROVIDERS:
         raise UsageError(f"unknown provider {provider!r}", next_step=f"use one of {', '.join(PROVIDERS)}")
-    if host is not None and provider is None:
-        provider = "ssh"
+    if host is not None:
+        for problem in schemas.problems({"host": host}, "gpu.yaml"):
+            raise UsageError(f"--host {problem.message.removeprefix('/host ')}", next_step="gpu init --host NAME, NAME as in `ssh NAME`")
+        provider = provider or "ssh"
     path = root / "gpu.yaml"
-    before = path.read_bytes() if path.is_file() else None
+    before = None if strict_yaml.read_text(path) is None else files.read_bytes(path)
     text = (before or resources.template("gpu.yaml").read_bytes()).decode("utf-8")
     if provider is not None:
         text = _set(text, "provider", provider, file=path)
@@ -47,7 +49,6 @@ def write_gpu_yaml(
     except ConfigError:
         if before is not None:  # our edit of a hand-written file does not read: put the original back
             files.commit(path, before, mode=0o644)
-            raise
         raise
     return "written" if before is None else "changed"
 
