@@ -66,3 +66,25 @@ def test_records_that_break_a_rule_are_problems_with_their_place(project, gpu):
     assert "deployments.json:1" in finding(result, "deployments.json")["text"]
     (project / ".pi/gpu/jobs.jsonl").write_text("{not json\n")
     assert finding(gpu("doctor", "--json"), "jobs.jsonl")["next_step"] == "gpu ledger verify"
+
+
+def test_everything_else_is_still_looked_at_when_one_record_is_damaged(project, gpu):
+    assert gpu("job", "run", "--", "echo x > $GPU_OUTPUT_DIR/a").exit_code == 0
+    job = project / ".pi/gpu/jobs/J-000001"
+    (job / "collected.json").write_text("[]")
+    assert finding(gpu("doctor", "--json"), "J-000001")["verdict"] == "problem"
+    (project / ".pi/gpu/machines.json").write_text("{")
+    result = gpu("doctor", "--json")
+    assert result.exit_code == 1 and result.document["problems"] == 2
+    assert finding(result, "machines.json") and finding(result, "J-000001")
+
+
+def test_jobs_of_a_machine_whose_record_is_gone_are_shown_as_last_seen_until_it_is_back(project, gpu):
+    assert gpu("job", "run", "--detach", "--", "sleep 60").exit_code == 0
+    path = project / ".pi/gpu/machines.json"
+    path.write_text("[]")
+    listed = gpu("job", "ls", "--json")
+    assert listed.document["jobs"][0]["state"] == "running" and "shown as last seen" in listed.stderr
+    assert gpu("job", "cancel", "--json").error["next_step"] == "gpu setup"
+    assert gpu("setup").exit_code == 0
+    assert gpu("job", "cancel", "--json").document["state"] == "cancelled"

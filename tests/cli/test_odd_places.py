@@ -37,3 +37,11 @@ def test_a_home_that_is_a_file_has_no_settings(tmp_path, gpu, monkeypatch):
     assert gpu("init", "--jobs").exit_code == 0
     ran = gpu("job", "run", "--", "exit 3")
     assert ran.exit_code == 3, ran.stderr
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_demo_that_has_no_place_says_so(tmp_path, gpu, place):
+    (tmp_path / "file").write_text("mine")
+    result = gpu("demo", "--json", "--dir", place)
+    assert (result.exit_code, result.error["code"]) == (1, "not_writable")
+    assert (tmp_path / "file").read_text() == "mine"

@@ -152,3 +152,13 @@ def test_audit_may_read_the_records_but_not_write_them(state, gpu):
 def test_without_a_project_gpu_init_is_named(gpu):
     refused = gpu("registry", "validate", "--json")
     assert refused.exit_code == 2 and refused.error["next_step"] == "gpu init"
+
+
+@pytest.mark.subprocess
+def test_a_machine_written_by_hand_may_say_more_of_its_address_and_not_less(state, gpu):
+    record = {"id": "m_1", "provider": "ssh", "status": "stopped", "ssh": {"host": "box", "note": "in the cellar"}}
+    assert gpu("registry", "put", "machines", stdin=json.dumps(record).encode()).exit_code == 0
+    assert gpu("machine", "ls", "--json").document["machines"][0]["id"] == "m_1"
+    record["ssh"] = {"user": "me"}
+    refused = gpu("registry", "put", "machines", "--json", stdin=json.dumps(record).encode())
+    assert refused.exit_code == 2 and "host" in refused.error["message"]

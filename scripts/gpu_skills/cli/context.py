@@ -243,7 +243,8 @@ class Context:
 
         machine = machines.find(self.project, machine_id)
         if machine is None:
-            raise StateError(file="machines.json", at="", problem=f"no machine {machine_id}")
+            # The id of a machine of one's own is made of its name: a new set-up brings the same one back.
+            raise StateError(file="machines.json", at="", problem=f"no machine {machine_id}", next_step="gpu setup")
         return self.connect(machine)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import click
 from gpu_skills.cli.base import command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.output import Output, say
-from gpu_skills.errors import Failed
+from gpu_skills.errors import Failed, NotWritable
 
 
 class DemoFailed(Failed):
@@ -38,9 +38,13 @@ def demo(context: Context, directory: Path | None, seconds: int) -> Output:
 
     home = directory or data_dir(context.environ) / "demo"
     home = home if home.is_absolute() else context.cwd / home
-    home.mkdir(parents=True, exist_ok=True)
     source = home / "train-charlm"
-    shutil.copytree(resources.example("train-charlm"), source, dirs_exist_ok=True)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(resources.example("train-charlm"), source, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as exc:  # the latter lists what of a tree could not be copied
+        reason = getattr(exc, "strerror", None) or "not all of the example could be copied there"
+        raise NotWritable(path=str(home), reason=reason, next_step="gpu demo --dir DIR") from exc
     with contextlib.redirect_stdout(sys.stderr) if context.json else contextlib.nullcontext():
         _step(context, home, "make a project", ["init", "--jobs", "--provider", "local"])
         _step(

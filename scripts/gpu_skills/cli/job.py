@@ -408,12 +408,12 @@ def _settle(context: Context, link: Any) -> dict[str, dict[str, Any]]:
 
 def _settle_all(context: Context) -> None:
     """Ask every machine that has open jobs; one that does not answer is named and skipped."""
-    from gpu_skills.errors import RemoteError
+    from gpu_skills.errors import RemoteError, StateError
 
     for machine_id in sorted({line.get("machine_id") for line in context.ledger.open_jobs() if line.get("machine_id")}):
         try:
             _settle(context, context.machine_link(machine_id))
-        except RemoteError as exc:
+        except (RemoteError, StateError) as exc:
             say(f"gpu: {exc.message}; its jobs are shown as last seen")
 
 

@@ -137,7 +137,11 @@ def _last_used(deployment: Mapping[str, Any], lines: list[dict[str, Any]]) -> da
 
 def machines_answer(project: Project, connect: Callable[[Machine], Link]) -> list[Finding]:
     found: list[Finding] = []
-    for machine in machines.all_machines(project):
+    try:
+        known = machines.all_machines(project)
+    except GpuError:  # reported by `records` already
+        return []
+    for machine in known:
         if machine.status in ("destroyed", "lost", "stopped"):
             continue
         try:
@@ -159,9 +163,13 @@ def jobs_home(project: Project, ledger: Ledger) -> list[Finding]:
     open_ids = {line["id"] for line in ledger.open_jobs()}
     for line in ledger.jobs(limit=200):
         job = line["id"]
-        if job in open_ids or is_collected(project, job):
+        try:
+            if job in open_ids or is_collected(project, job):
+                continue
+            files_left = uncollected(project, job)
+        except GpuError as exc:
+            found.append(Finding(job, "problem", exc.message, exc.next_step))
             continue
-        files_left = uncollected(project, job)
         if files_left:
             size = format_bytes(sum(f["bytes"] for f in files_left))
             found.append(

@@ -92,11 +92,16 @@ class Machine:
             gpu=record.get("gpu"),
             gpu_count=int(record.get("gpu_count") or 0),
             vram_gb=record.get("vram_gb"),
-            endpoint=SshEndpoint(**ssh) if isinstance(ssh, dict) else None,
+            endpoint=_endpoint(ssh) if isinstance(ssh, dict) else None,
             root=record.get("root"),
             session=record.get("session"),
             extra={k: v for k, v in record.items() if k not in known},
         )
+
+
+def _endpoint(ssh: dict[str, Any]) -> SshEndpoint:
+    """What a record says of it, whatever else stands there."""
+    return SshEndpoint(ssh["host"], ssh.get("user"), ssh.get("port"), ssh.get("identity_file"))
 
 
 def machine_id(provider: str, host: str) -> str:
