@@ -90,6 +90,11 @@ def test_everything_of_an_offer_comes_in_our_units():
     assert offer.storage_usd_hr == Decimal("0.025")
 
 
+def test_a_place_without_a_region_is_its_country():
+    assert read_offer(vast_offer(geolocation=", PL"), Requirements()).location == "PL"
+    assert read_offer(vast_offer(geolocation=None), Requirements()).location is None
+
+
 def test_the_question_names_the_disk_the_kind_and_the_order():
     need = Requirements(gpu="RTX 4090", disk_gb=200, min_down_mbps=500, hours=12, max_rate_usd_hr=Decimal("0.5"))
     asked = question(need, is_narrow=True)

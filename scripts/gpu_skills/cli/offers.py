@@ -207,7 +207,7 @@ def _hints(document: dict[str, Any], ranked: Ranking, project_provider: str) -> 
         elif entry["state"] == "no_credential":
             if name == project_provider:
                 hints.append(f"{name} was not asked: no key (gpu login {name})")
-        elif sum(row["provider"] == name for row in document["offers"]) < SHORT:
+        elif sum(e.offer.provider == name for e in ranked.estimates) < SHORT:
             hints.append(f"{name}, {entry['considered']} looked at: {in_words(ranked.filters[name])}")
     if document["left_out"]:
         hints.append(f"{document['left_out']} more: --limit N")

@@ -109,7 +109,7 @@ def read_offer(row: Mapping[str, Any], need: Requirements) -> Offer | None:
         reliability=_share(fields.real(row, "reliability2", "reliability")),
         down_mbps=fields.real(row, "inet_down"),
         up_mbps=fields.real(row, "inet_up"),
-        location=fields.text(row, "geolocation", limit=80),
+        location=_place(row),
         duration_h=None if duration_s is None else duration_s / 3600,
         cuda=fields.real(row, "cuda_max_good"),
         is_interruptible=need.interruptible,
@@ -129,6 +129,11 @@ def at_bid(offer: Offer, bid_usd_hr: Decimal) -> Offer:
 def _disk_gb(need: Requirements) -> Decimal:
     wanted = Decimal(str(need.disk_gb)) if need.disk_gb is not None else Decimal(0)
     return max(wanted, Decimal(MIN_DISK_GB))
+
+
+def _place(row: Mapping[str, Any]) -> str | None:
+    """`Sweden, SE`; where the region is empty, the country alone."""
+    return (fields.text(row, "geolocation", limit=80) or "").strip(" ,") or None
 
 
 def _share(value: float | None) -> float | None:
