@@ -115,6 +115,8 @@ def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_every_command_that_a_message_advises_exists() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
+        if path.parent.name == "sandbox":  # the vendors' own words, such as "gpu type not found"
+            continue
         for line, text in messages(ast.parse(path.read_text(encoding="utf-8"))):
             for command in advice(text):
                 where = f"{path.relative_to(PACKAGE)}:{line}"
