@@ -27,7 +27,7 @@ def write_gpu_yaml(
         raise UsageError(f"unknown provider {provider!r}", next_step=f"use one of {', '.join(PROVIDERS)}")
     if host is not None:
         for problem in schemas.problems({"host": host}, "gpu.yaml"):
-            raise UsageError(f"--host {problem.message.removeprefix('/host ')}", next_step="gpu init --host NAME, NAME as in `ssh NAME`")
+            raise UsageError(f"--host {problem.message.removeprefix('/host ')}", next_step="gpu init --host NAME")
         provider = provider or "ssh"
     path = root / "gpu.yaml"
     before = None if strict_yaml.read_text(path) is None else files.read_bytes(path)
