@@ -63,9 +63,42 @@ def test_jobs_that_overlap_on_one_machine_share_its_time(state, gpu, clock, fini
 
 def test_what_is_given_is_taken_as_it_is(state, gpu, clock, finish):
     job = start(gpu, clock)
+    clock.advance(600)
     line = finish(job, "--status", "timeout", "--duration", "4m10s", "--cost-usd", "0.33").document["line"]
     assert (line["duration_s"], line["cost_usd"], line["completed_at"]) == (250, 0.33, "2026-03-10T12:04:10Z")
     assert line["error"] == "timeout"
+
+
+def test_a_start_nobody_gave_is_when_the_first_line_was_written(state, gpu, clock, finish):
+    job = start(gpu, clock, started_at=None)
+    clock.advance(600)
+    line = finish(job, "--status", "succeeded").document["line"]
+    assert (line["started_at"], line["completed_at"], line["duration_s"]) == (STARTED, "2026-03-10T12:10:00Z", 600)
+
+
+def test_a_job_written_down_after_it_ran_began_its_duration_ago(state, gpu, clock, finish):
+    job = start(gpu, clock, started_at=None)
+    clock.advance(5)
+    line = finish(job, "--status", "succeeded", "--duration", "3m").document["line"]
+    times = (line["started_at"], line["completed_at"], line["duration_s"])
+    assert times == ("2026-03-10T11:57:05Z", "2026-03-10T12:00:05Z", 180)
+
+
+def test_no_job_ends_in_the_future(state, gpu, clock, finish):
+    job = start(gpu, clock)
+    clock.advance(60)
+    before = (state / "jobs.jsonl").read_bytes()
+    refused = finish(job, "--status", "succeeded", "--duration", "3m")
+    assert refused.exit_code == 2 and "cannot have run 3m00s" in refused.error["message"]
+    assert "without --duration" in refused.error["next_step"]
+    assert (state / "jobs.jsonl").read_bytes() == before
+
+
+def test_a_pasted_traceback_becomes_the_one_line_that_error_is(state, gpu, clock, finish):
+    line = finish(start(gpu, clock), "--status", "failed", "--error", "Traceback:\n  x.py, line 3\n\nOOM\n").document[
+        "line"
+    ]
+    assert line["error"] == "Traceback: x.py, line 3 OOM"
 
 
 def test_a_cost_nobody_knows_stays_null_and_says_so(state, gpu, clock, finish):

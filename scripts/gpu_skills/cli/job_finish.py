@@ -57,11 +57,13 @@ def finish(
     began, ended = _interval(context, start, ran_s)
     ending: dict[str, Any] = {"id": job_id, "status": word, "completed_at": _stamp(ended), "artifacts": left}
     ending["duration_s"] = None if began is None else round((ended - began).total_seconds(), 3)
+    if began is not None and start.get("started_at") is None:
+        ending["started_at"] = _stamp(began)
     if cost is None and began is not None:
         cost = _share_usd(context, start, began, ended)
     ending["cost_usd"] = None if cost is None else json_number(cost)
     if word != "completed":
-        ending["error"] = error or ("no reason was given" if word == "failed" else word)
+        ending["error"] = " ".join((error or "").split()) or ("no reason was given" if word == "failed" else word)
     if not context.ledger.finish(ending):  # somebody else was faster
         _open_line(context, job_id)
     if cost is None:
@@ -106,17 +108,25 @@ def _open_line(context: Context, job_id: str) -> dict[str, Any]:
 def _interval(context: Context, line: dict[str, Any], ran_s: float | None) -> tuple[datetime | None, datetime]:
     """When it began and ended. A clock that stands before the start is no measure: the time has to be given."""
     now = context.clock.now().replace(microsecond=0)
+    ran = None if ran_s is None else timedelta(seconds=ran_s)
     began = _started(line)
     if began is None:
-        return (None, now) if ran_s is None else (now - timedelta(seconds=ran_s), now)
-    if ran_s is not None:
-        return began, began + timedelta(seconds=ran_s)
+        return (None, now) if ran is None else (now - ran, now)
+    if ran is not None and (now < began or began + ran <= now):
+        return began, began + ran
     if now < began:
         raise UsageError(
             f"the clock says {_stamp(now)}, but {line['id']} started at {_stamp(began)}: it was set back meanwhile",
             next_step=f"gpu job finish {line['id']} with --duration TIME",
         )
-    return began, now
+    if ran is None:
+        return began, now
+    if line.get("started_at") is None:  # it ran before its first line was written
+        return now - ran, now
+    raise UsageError(
+        f"{line['id']} started at {_stamp(began)} and it is {_stamp(now)}: it cannot have run {format_duration(ran_s)}",
+        next_step=f"gpu job finish {line['id']} without --duration, or with a shorter one",
+    )
 
 
 def _started(line: dict[str, Any]) -> datetime | None:
