@@ -95,10 +95,8 @@ def test_no_job_ends_in_the_future(state, gpu, clock, finish):
 
 
 def test_a_pasted_traceback_becomes_the_one_line_that_error_is(state, gpu, clock, finish):
-    line = finish(start(gpu, clock), "--status", "failed", "--error", "Traceback:\n  x.py, line 3\n\nOOM\n").document[
-        "line"
-    ]
-    assert line["error"] == "Traceback: x.py, line 3 OOM"
+    line = finish(start(gpu, clock), "--status", "failed", "--error", "x.py, line 3:\n\n  OOM\n").document["line"]
+    assert line["error"] == "x.py, line 3: OOM"
 
 
 def test_a_cost_nobody_knows_stays_null_and_says_so(state, gpu, clock, finish):
