@@ -90,7 +90,7 @@ def test_no_job_ends_in_the_future(state, gpu, clock, finish):
     before = (state / "jobs.jsonl").read_bytes()
     refused = finish(job, "--status", "succeeded", "--duration", "3m")
     assert refused.exit_code == 2 and "cannot have run 3m00s" in refused.error["message"]
-    assert "without --duration" in refused.error["next_step"]
+    assert "--duration" in refused.error["next_step"]
     assert (state / "jobs.jsonl").read_bytes() == before
 
 
