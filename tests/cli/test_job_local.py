@@ -127,6 +127,17 @@ def test_destroy_is_refused_until_the_outputs_are_collected(project, gpu):
     assert gpu("destroy", "--json").exit_code == 0
 
 
+def test_outputs_given_up_are_on_record_and_asked_for_no_more(project, gpu):
+    gpu("job", "run", "--no-pull", "--json", "--", "echo x > $GPU_OUTPUT_DIR/x")
+    assert gpu("status", "--json").document["uncollected_jobs"] == ["J-000001"]
+    for nobody in ("J-000009", "../.."):
+        refused = gpu("destroy", "--json", "--abandon-outputs", nobody)
+        assert (refused.exit_code, refused.error["code"]) == (1, "job_not_found")
+    assert gpu("destroy", "--json", "--abandon-outputs", "J-000001").exit_code == 0
+    assert json.loads((project / ".pi/gpu/jobs/J-000001/abandoned.json").read_text())["machine_id"].startswith("m_")
+    assert gpu("status", "--json").document["uncollected_jobs"] == []
+
+
 def test_destroy_is_refused_while_a_job_runs(project, gpu):
     gpu("job", "run", "--detach", "--json", "--", "sleep 100")
     refused = gpu("destroy", "--json")

@@ -125,7 +125,7 @@ def _interval(context: Context, line: dict[str, Any], ran_s: float | None) -> tu
         return now - ran, now
     raise UsageError(
         f"{line['id']} started at {_stamp(began)} and it is {_stamp(now)}: it cannot have run {format_duration(ran_s)}",
-        next_step=f"gpu job finish {line['id']} without --duration, or with a shorter one",
+        next_step="leave --duration out, or give a shorter one",
     )
 
 

@@ -100,10 +100,14 @@ def is_collected(project: Project, job: str) -> bool:
 
 
 def uncollected(project: Project, job: str) -> list[dict[str, Any]]:
-    """The outputs a release would lose, as the machine's last manifest says. Empty: nothing, or all collected."""
-    if is_collected(project, job):
+    """The outputs a release would lose, as the machine's last manifest says.
+
+    Empty: there are none, all are collected, or the user gave them up.
+    """
+    folder = JobFolder(project, job)
+    if is_collected(project, job) or folder.read("abandoned") is not None:
         return []
-    manifest = JobFolder(project, job).read("manifest")
+    manifest = folder.read("manifest")
     return manifest["files"] if manifest else []
 
 

@@ -31,6 +31,9 @@ def give_back(
 
     abandon: jobs whose outputs the user said may be lost; recorded. Raises JobRunning or NotCollected.
     """
+    for job in abandon:
+        if ledger.latest(job) is None:
+            raise JobNotFound(job=job)
     with closing(connect(machine)) as link:
         observe.settle(project, ledger, clock, link)
         running = observe.open_jobs(ledger, machine.id)
@@ -46,7 +49,7 @@ def give_back(
                 next_step=f"gpu job pull {next(iter(lost))}",
                 outputs={job: files[:20] for job, files in lost.items()},
             )
-        for job in abandon:
+        for job in set(abandon) & set(ledger.jobs_on(machine.id)):
             JobFolder(project, job).write("abandoned", {"at": timestamp(clock.now()), "machine_id": machine.id})
         link.session.call("session", {"project": project.project_id, "session": None, "end": True})
     machines.save(project, replace(machine, status="stopped", session=None))
