@@ -154,6 +154,14 @@ def test_without_a_project_gpu_init_is_named(gpu):
     assert refused.exit_code == 2 and refused.error["next_step"] == "gpu init"
 
 
+def test_everything_that_may_bill_is_in_the_burn(state, gpu):
+    words = ("requested", "booting", "ready", "busy", "stopping", "terminating", "unknown", "stopped", "destroyed")
+    for number, word in enumerate(words):
+        record = {"id": f"m_{number}", "provider": "vast", "status": word, "rate_usd_hr": 0.1}
+        assert gpu("registry", "put", "machines", stdin=json.dumps(record).encode()).exit_code == 0
+    assert gpu("status", "--json").document["burn_usd_hr"] == 0.7
+
+
 @pytest.mark.subprocess
 def test_a_machine_written_by_hand_may_say_more_of_its_address_and_not_less(state, gpu):
     record = {"id": "m_1", "provider": "ssh", "status": "stopped", "ssh": {"host": "box", "note": "in the cellar"}}

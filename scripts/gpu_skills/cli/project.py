@@ -9,7 +9,7 @@ import click
 from gpu_skills.cli.base import command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.output import Output, table
-from gpu_skills.units import format_usd
+from gpu_skills.units import format_usd, json_number, usd
 
 
 @command(
@@ -69,6 +69,7 @@ def status(context: Context) -> Output:
     """What is alive in this project: machines, running jobs, outputs not collected. Reads only."""
     from gpu_skills.jobs.records import is_collected, uncollected
     from gpu_skills.lifecycle import machines
+    from gpu_skills.state.budget import BILLING
 
     found = [machine_document(m) for m in machines.all_machines(context.project)]
     running = [line["id"] for line in context.ledger.open_jobs()]
@@ -79,7 +80,7 @@ def status(context: Context) -> Output:
         and not is_collected(context.project, line["id"])
         and uncollected(context.project, line["id"])
     ]
-    burn = sum(m["rate_usd_hr"] for m in found if m["status"] in ("ready", "busy", "booting", "unknown", "terminating"))
+    burn = json_number(sum((usd(m["rate_usd_hr"]) for m in found if m["status"] in BILLING), usd(0)))
     document = {
         "project_id": context.project.project_id,
         "root": str(context.project.root),

@@ -28,7 +28,6 @@ from gpu_skills.units import json_number, usd
 
 # May bill at the full rate. A stopped machine bills storage, which its reservation covers.
 BILLING = ("requested", "booting", "ready", "busy", "stopping", "terminating", "unknown")
-OWN_HOSTS = ("local", "ssh")
 _PROVIDER = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
 
 
@@ -68,8 +67,9 @@ def books(
 ) -> Books:
     """The project's jobs and charges, what other projects settled on the same accounts, and all open reservations.
 
-    job_id: the job that money is wanted for; its earlier attempts count. What is booked after "now" counts as today:
-    a clock that went back gives no money back. without_intent: leave this reservation out, it is about to be replaced.
+    job_id: the job that money is wanted for; what its earlier attempts cost counts. What is booked after "now" counts
+    as today: a clock that went back gives no money back. without_intent: leave this reservation out, it is about to be
+    replaced.
     """
     now = clock.now().astimezone(UTC)
     today, first = now.strftime("%Y-%m-%d"), now.strftime("%Y-%m-01")
@@ -78,17 +78,30 @@ def books(
     accounts = _Accounts.read(project, environ)
     reservations = tuple(r for r in accounts.open() if r.intent != without_intent)
     others = [s for s in accounts.settlements.values() if s.project_id != project.project_id]
-    job = journal.reserved_usd(r for r in reservations if job_id is not None and r.job_id == job_id)
-    job += sum((s.usd for s in accounts.settlements.values() if job_id is not None and s.job_id == job_id), Decimal(0))
     spent = Spent(
         day_usd=day + sum((s.usd for s in others if s.day >= today), Decimal(0)),
         month_usd=booked.total_usd + sum((s.usd for s in others if s.day >= first), Decimal(0)),
         session_usd=session_usd,
         machines=len(_billing(project) | {accounts.machine_of(r) for r in reservations}),
-        job_usd=job,
+        job_usd=_of_job(job_id, project, ledger, reservations, accounts) if job_id else Decimal(0),
         incomplete=booked.incomplete or accounts.bad_lines > 0,
     )
     return Books(spent, reservations)
+
+
+def _of_job(
+    job_id: str, project: Project, ledger: Ledger, reservations: tuple[Reservation, ...], accounts: _Accounts
+) -> Decimal:
+    """What a job of this project (others have the same ids) has cost and has reserved.
+
+    Settled is what its machine billed, and that has the job's own line in it: the dearer of the two counts, not both.
+    """
+    ours = (None, project.project_id)
+    settled = [s.usd for s in accounts.settlements.values() if s.job_id == job_id and s.project_id in ours]
+    cost = (ledger.latest(job_id) or {}).get("cost_usd")
+    booked = usd(cost) if type(cost) in (int, float) and 0 <= cost < 1e15 else Decimal(0)  # else the sum is incomplete
+    open_usd = journal.reserved_usd(r for r in reservations if r.job_id == job_id and r.project_id in ours)
+    return open_usd + max(sum(settled, Decimal(0)), booked)
 
 
 def reserve(
@@ -238,7 +251,7 @@ def _billing(project: Project) -> set[tuple[str, str]]:
     return {
         (project.project_id, record["id"])
         for record in registry.load(project, "machines")
-        if record["status"] in BILLING and record["provider"] not in OWN_HOSTS
+        if record["status"] in BILLING and record["provider"] not in registry.OWN_HOSTS
     }
 
 

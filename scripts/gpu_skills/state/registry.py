@@ -14,7 +14,7 @@ from gpu_skills.state.project import ARRAYS, Project
 
 KINDS = ARRAYS
 # A host of the user's own is not ours to destroy: its record may come back.
-_OWN_HOSTS = ("local", "ssh")
+OWN_HOSTS = ("local", "ssh")
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _rule_broken(kind: str, record: dict[str, Any]) -> str | None:
 def _transition_broken(kind: str, before: Any, after: dict[str, Any]) -> str | None:
     if not isinstance(before, dict) or kind not in ("machines", "deployments"):
         return None
-    if kind == "machines" and before.get("provider") in _OWN_HOSTS:
+    if kind == "machines" and before.get("provider") in OWN_HOSTS:
         return None
     final = ("destroyed", "lost") if kind == "machines" else ("destroyed",)
     if before.get("status") in final and after.get("status") != before["status"]:
@@ -222,7 +222,7 @@ def _note_destroyed(project: Project, kind: str, records: list[Any], clock: Cloc
         return
     gone = {r["id"] for r in records if isinstance(r, dict) and r.get("status") == "destroyed" and "id" in r}
     if kind == "machines":
-        gone -= {r["id"] for r in records if isinstance(r, dict) and r.get("provider") in _OWN_HOSTS}
+        gone -= {r["id"] for r in records if isinstance(r, dict) and r.get("provider") in OWN_HOSTS}
     fresh = gone - _destroyed_ids(project, kind) if gone else set()
     if not fresh:
         return
