@@ -16,7 +16,7 @@ from fake_clock import FakeClock
 from gpu_skills import schemas
 from gpu_skills.lifecycle import memory
 from gpu_skills.lifecycle.memory import FIRST_COOLDOWN, HALF_LIFE, LONGEST_COOLDOWN, HostMemory
-from gpu_skills.lifecycle.offers import BOOT_S, IMAGE_GB, Use, cooling, estimate, rank
+from gpu_skills.lifecycle.offers import BOOT_S, IMAGE_GB, Use, cooling, estimate, rank, row
 from gpu_skills.providers.base import FilterCount, Offer, Search
 from gpu_skills.state import project as projects
 
@@ -90,9 +90,18 @@ def test_a_machine_on_cooldown_falls_and_is_counted():
     download=st.floats(0, 1000),
     mbps=st.one_of(st.none(), st.floats(0, 100_000)),
     rate=st.decimals(0, 100, places=4),
+    known=st.one_of(
+        st.none(),
+        st.builds(
+            HostMemory,
+            down_mbps=st.floats(0, allow_nan=False, allow_infinity=False),
+            time_to_ssh_s=st.floats(0, allow_nan=False, allow_infinity=False),
+        ),
+    ),
 )
-def test_a_total_is_never_less_than_the_hours_alone(hours, download, mbps, rate):
-    made = estimate(replace(OFFER, rate_usd_hr=rate, down_mbps=mbps), Use(hours, download))
+def test_a_total_is_a_number_and_never_less_than_the_hours_alone(hours, download, mbps, rate, known):
+    made = estimate(replace(OFFER, rate_usd_hr=rate, down_mbps=mbps), Use(hours, download), known)
+    json.dumps(row(made, Use(hours, download)), allow_nan=False)
     assert made.total_usd >= rate * Decimal(str(hours)) and made.total_usd.is_finite()
 
 

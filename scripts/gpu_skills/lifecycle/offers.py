@@ -24,6 +24,9 @@ BOOT_S = 90.0
 USABLE_SHARE = 0.5
 # Where no speed is stated.
 ASSUMED_MBPS = 200.0
+# Speeds and times are somebody's claim or a file's content: beyond these they mean nothing but "no".
+SLOWEST_MBPS = 0.1
+LONGEST_STARTUP_S = 86400.0
 IMAGE_GB = 6.0
 
 
@@ -97,6 +100,7 @@ def estimate(offer: Offer, use: Use, memory: HostMemory | None = None) -> Estima
     measured_s = memory.time_to_ssh_s if memory is not None else None
     # The time to SSH includes the image pull.
     startup_s = measured_s if measured_s is not None else BOOT_S + _seconds(IMAGE_GB, mbps)
+    startup_s = min(startup_s, LONGEST_STARTUP_S)
     download_s = _seconds(use.download_gb, mbps)
     hours = Decimal(str(use.hours)) + Decimal(str(round(startup_s + download_s, 3))) / 3600
     traffic = offer.download_usd_gb * Decimal(str(IMAGE_GB + use.download_gb))
@@ -104,7 +108,7 @@ def estimate(offer: Offer, use: Use, memory: HostMemory | None = None) -> Estima
 
 
 def _seconds(gigabytes: float, mbps: float) -> float:
-    return gigabytes * 8000 / mbps
+    return gigabytes * 8000 / max(mbps, SLOWEST_MBPS)
 
 
 def row(e: Estimate, use: Use) -> dict[str, Any]:

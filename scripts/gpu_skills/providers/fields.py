@@ -29,7 +29,7 @@ def number(row: Mapping[str, Any], *names: str) -> Decimal | None:
             found = Decimal(value)
         except InvalidOperation:
             continue
-        if found.is_finite() and abs(found) < Decimal("1e18"):
+        if found.is_finite() and abs(found) < Decimal("1e12"):
             return found
     return None
 
