@@ -102,6 +102,15 @@ def test_attempts_of_the_named_job_count_against_its_ceiling(state, gpu):
     assert gpu(*ASK, "--job", "J-000002").exit_code == 0
 
 
+def test_the_ledger_line_of_the_named_job_counts_against_its_ceiling(state, gpu):
+    line = {"id": "J-000001", "status": "failed", "cost_usd": 2.5, "ts": "2026-03-10T12:00:00Z"}
+    (state / "jobs.jsonl").write_text(json.dumps(line) + "\n")
+    refused = gpu(*ASK, "--job", "J-000001")
+    assert refused.exit_code == 3 and [v["ceiling"] for v in refused.document["violations"]] == ["job_usd"]
+    assert refused.document["spent"]["job_usd"] == 2.5
+    assert gpu(*ASK, "--job", "J-000002").exit_code == 0
+
+
 def test_a_damaged_ledger_makes_the_answer_incomplete_and_says_so(state, gpu):
     (state / "jobs.jsonl").write_text('{"id":"J-000001","status":"completed","cost_usd":"many"}\n')
     assert gpu(*ASK).document["spent"]["incomplete"] is True
@@ -142,9 +151,10 @@ def test_gpu_init_again_keeps_a_policy_that_was_edited(state, gpu):
         (("--cost", "1", "--rate", "inf"), "--rate is inf"),
         (("--cost", "1", "--rate", "1", "--deadline", "soon"), "--deadline"),
         (("--cost", "1"), "--rate"),
+        (("--cost", "1", "--rate", "1", "--job", "J-0001"), "not a job id"),
     ],
 )
-def test_a_number_that_is_none_is_a_usage_error(state, gpu, flags, what):
+def test_what_is_no_number_or_no_job_id_is_a_usage_error(state, gpu, flags, what):
     refused = gpu("policy", "check", *flags, "--json")
     assert refused.exit_code == 2 and what in refused.error["message"]
 

@@ -154,6 +154,29 @@ def test_attempts_of_one_job_add_up_and_other_jobs_do_not(project, clock):
         reserve(project, clock, 2.5, "i4", limits, job_id="J-000001")
 
 
+def test_what_the_ledger_says_a_job_cost_counts_against_its_ceiling(project, ledger, clock):
+    ledger.append([job("2026-03-10T11:00:00Z", 2.25) | {"id": "J-000001", "status": "failed"}])
+    assert now(project, clock, job_id="J-000001").spent.job_usd == Decimal("2.25")
+    assert now(project, clock, job_id="J-000002").spent.job_usd == 0
+    reserve(project, clock, 1, "i1", job_id="J-000001")
+    assert now(project, clock, job_id="J-000001").spent.job_usd == Decimal("3.25")
+
+
+def test_money_that_is_settled_and_in_the_ledger_counts_once(project, ledger, clock):
+    reserve(project, clock, 3, "i1", job_id="J-000001")
+    settle(project, clock, 1.5, "i1")
+    ledger.append([job("2026-03-10T11:00:00Z", 1.25) | {"id": "J-000001"}])
+    assert now(project, clock, job_id="J-000001").spent.job_usd == Decimal("1.5")
+
+
+def test_a_job_of_another_project_has_the_same_id_and_is_another_job(project, other, clock):
+    reserve(other, clock, 3, "i1", job_id="J-000001")
+    settle(other, clock, 3, "i1")
+    reserve(other, clock, 2, "i2", job_id="J-000001")
+    assert now(project, clock, job_id="J-000001").spent.job_usd == 0
+    assert now(other, clock, job_id="J-000001").spent.job_usd == 5
+
+
 def test_a_reservation_without_a_machine_yet_is_one_more_machine_and_one_with_it_is_not(project, clock):
     limits = policy.combine([("project", {"ceilings": {"machines": 2}})])
     registry.put(project, "machines", {"id": "m_1", "provider": "vast", "status": "ready"}, clock=clock)

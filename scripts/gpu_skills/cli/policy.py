@@ -11,6 +11,7 @@ import click
 from gpu_skills.cli.base import LazyGroup, command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.output import Output, table
+from gpu_skills.errors import UsageError
 from gpu_skills.units import format_usd, json_number
 
 _HERE = "gpu_skills.cli.policy:"
@@ -66,14 +67,17 @@ def show(context: Context) -> Output:
 @click.option("--rate", required=True, metavar="USD_HR", help="All-in rate of the machine.")
 @click.option("--deadline", metavar="TIME", help='How long it may bill, like "5h"; without it that is not asked.')
 @click.option("--provider", metavar="P", help="Whether this provider is allowed, too.")
-@click.option("--job", "job_id", metavar="JOB", help="The job it is for: its earlier attempts count.")
+@click.option("--job", "job_id", metavar="JOB", help="The job it is for: what it cost and has reserved counts.")
 def check(
     context: Context, cost: str, rate: str, deadline: str | None, provider: str | None, job_id: str | None
 ) -> Output:
     """Ask the question that every path to money asks: is this within all ceilings? Reads only, reserves nothing."""
     from gpu_skills.state import budget
     from gpu_skills.state import policy as policies
+    from gpu_skills.state.job_record import JOB_ID
 
+    if job_id is not None and not JOB_ID.fullmatch(job_id):
+        raise UsageError(f"{job_id!r} is not a job id like J-000123", next_step="gpu job ls")
     cost_usd, rate_usd_hr = policies.amount("--cost", cost), policies.amount("--rate", rate)
     deadline_h = None if deadline is None else _hours(deadline)
     books = budget.books(context.project, context.ledger, context.clock, context.environ, job_id=job_id)
@@ -136,7 +140,6 @@ def _ceilings_text(document: dict[str, Any]) -> str:
 
 
 def _hours(deadline: str) -> Decimal:
-    from gpu_skills.errors import UsageError
     from gpu_skills.units import parse_duration
 
     try:
