@@ -10,7 +10,7 @@ import pytest
 from fake_clock import FakeClock
 from gpu_skills.errors import MachineLacks
 from gpu_skills.lifecycle import memory
-from gpu_skills.providers.http import Answer, Call, NotSent
+from gpu_skills.providers.wire import Answer, Call, NotSent
 from gpu_skills.state import project as projects
 from providers.replies import gpu_type, vast_offer
 from providers.wires import KEY, answer

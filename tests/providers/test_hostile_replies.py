@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from fake_clock import FakeClock
 from gpu_skills.errors import GpuError
 from gpu_skills.providers.base import CreateOutcome, Machine, Offer, Requirements
-from gpu_skills.providers.http import Answer, NotSent, Unanswered
 from gpu_skills.providers.runpod import RunpodReader, RunpodWriter
 from gpu_skills.providers.runpod.offers import read_offer as read_gpu_type
 from gpu_skills.providers.vast import VastReader, VastWriter
 from gpu_skills.providers.vast.offers import read_offer
+from gpu_skills.providers.wire import Answer, NotSent, Unanswered
 from providers.replies import gpu_type, pod, vast_instance, vast_offer, vast_page
 from providers.test_runpod import SPEC as RUNPOD_SPEC
 from providers.test_vast_writer import SPEC as VAST_SPEC

@@ -19,18 +19,9 @@ from fake_clock import FakeClock
 from gpu_skills import doors
 from gpu_skills.credentials import Credential
 from gpu_skills.errors import DestinationRefused, NetworkDenied, RateLimited, Unavailable, UnexpectedReply
-from gpu_skills.providers import http as http_module
-from gpu_skills.providers.http import (
-    Answer,
-    Call,
-    Http,
-    NotSent,
-    RequestsWire,
-    Unanswered,
-    classified,
-    origin_for,
-    parse_json,
-)
+from gpu_skills.providers import wire as wire_module
+from gpu_skills.providers.http import Http, origin_for
+from gpu_skills.providers.wire import Answer, Call, NotSent, RequestsWire, Unanswered, classified, parse_json
 from providers.wires import KEY, Script, answer
 
 SANDBOX_KEY = Credential("vast", "sbx_madeUpForTests", "test")
@@ -463,7 +454,7 @@ def test_a_refused_connection_means_that_nothing_was_sent(server):
 
 
 def test_a_body_that_drips_is_given_up_at_last(server, monkeypatch):
-    monkeypatch.setattr(http_module, "WHOLE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(wire_module, "WHOLE_TIMEOUT_S", 0.0)
     with pytest.raises(Unanswered, match="no whole body within 0 s"):
         RequestsWire()(call(f"{server}/fine"))
 

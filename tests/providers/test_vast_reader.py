@@ -19,10 +19,10 @@ from gpu_skills.errors import (
     UnexpectedReply,
 )
 from gpu_skills.providers.base import Requirements
-from gpu_skills.providers.http import Unanswered
 from gpu_skills.providers.vast import VastReader
 from gpu_skills.providers.vast.machines import read_machine
 from gpu_skills.providers.vast.offers import question, read_offer
+from gpu_skills.providers.wire import Unanswered
 from providers.replies import vast_instance, vast_offer, vast_page
 from providers.wires import Script, answer, vast
 

@@ -7,11 +7,11 @@ from typing import Any, Literal
 from gpu_skills.errors import GpuError, ProviderSilent, UnexpectedReply, UsageError
 from gpu_skills.providers import fields, spec_check
 from gpu_skills.providers.base import CreateOutcome, MachineSpec, Volume
-from gpu_skills.providers.http import Unanswered
 from gpu_skills.providers.runpod.client import CLEAR_REFUSALS, NAME, RunpodClient
 from gpu_skills.providers.runpod.offers import CLOUD, check_locations
 from gpu_skills.providers.runpod.pricing import CONTAINER_DISK_GB, network_usd_hr, volume_gb
 from gpu_skills.providers.runpod.reader import TRAITS, RunpodReader, checked_id
+from gpu_skills.providers.wire import Unanswered
 
 
 class RunpodWriter:

@@ -22,8 +22,9 @@ from gpu_skills.errors import (
     UnexpectedReply,
 )
 from gpu_skills.providers import fields
-from gpu_skills.providers.http import Answer, Http, Unanswered
+from gpu_skills.providers.http import Http
 from gpu_skills.providers.limits import Limit
+from gpu_skills.providers.wire import Answer, Unanswered
 
 NAME = "vast"
 VENDOR = "https://console.vast.ai"

@@ -7,10 +7,10 @@ from typing import Any, Literal
 from gpu_skills.errors import GpuError, ProviderSilent, UnexpectedReply, UsageError
 from gpu_skills.providers import fields, spec_check
 from gpu_skills.providers.base import CreateOutcome, MachineSpec
-from gpu_skills.providers.http import Unanswered
 from gpu_skills.providers.vast.client import NAME, VastClient
 from gpu_skills.providers.vast.offers import MIN_DISK_GB
 from gpu_skills.providers.vast.reader import TRAITS
+from gpu_skills.providers.wire import Unanswered
 
 
 class VastWriter:

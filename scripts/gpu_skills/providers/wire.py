@@ -1,0 +1,307 @@
+"""One request over the network: what it is, what came back, and what a failure of the HTTP library means.
+
+Bodies are bounded in size, time and depth; what is sent is exactly what the call says. Policy stands in http.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from gpu_skills import __version__
+from gpu_skills.credentials import Credential
+from gpu_skills.doors import door
+from gpu_skills.errors import one_line
+
+if TYPE_CHECKING:
+    import requests
+
+# An edge in front of RunPod refuses callers that name no agent, or the standard library's.
+USER_AGENT = f"gpu-skills/{__version__}"
+CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 60.0  # between two bytes
+WHOLE_TIMEOUT_S = 120.0
+MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_DEPTH = 64
+_MAX_DIGITS = 40
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request. endpoint: our word for it, for limits and counts. sensitive: values to mask beside the key.
+
+    key None: none is sent. stop_after_s: take what has come by then as the whole body (a stream that never ends).
+    """
+
+    method: str
+    url: str
+    endpoint: str
+    body: bytes | None = field(default=None, repr=False)
+    key: Credential | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    sensitive: tuple[str, ...] = field(default=(), repr=False)
+    proxy: str | None = field(default=None, repr=False)
+    ca_bundle: str | None = None
+    stop_after_s: float | None = None
+    max_bytes: int = MAX_BODY_BYTES
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back, with every secret we know of already masked. headers: names in lower case."""
+
+    status: int
+    body: bytes = field(default=b"", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def json(self) -> Any:
+        """The document; ValueError when it is none. Fractions are Decimals, NaN and infinities are None."""
+        return parse_json(self.body)
+
+    @property
+    def text(self) -> str:
+        """The beginning of the body for a message: one line, without markup."""
+        shown = self.body[:4000].decode("utf-8", "replace")
+        if "<html" in shown.lower():
+            title = re.search(r"(?is)<title[^>]*>(.*?)</title>", shown)
+            shown = "an HTML page" + (f" ({title[1].strip()})" if title else "")
+        return one_line(" ".join(shown.split()), limit=300) or "an empty body"
+
+    @property
+    def retry_after_s(self) -> float | None:
+        try:
+            seconds = float(self.headers.get("retry-after", ""))
+        except ValueError:
+            return None
+        return seconds if 0 <= seconds < 1e6 else None
+
+
+class NotSent(Exception):
+    """Nothing left this computer. denied: the operating system, or our own proxy, forbids it."""
+
+    def __init__(self, reason: str, *, denied: bool = False):
+        super().__init__(reason)
+        self.reason, self.denied = reason, denied
+
+
+class Unanswered(Exception):
+    """It was sent, or may have been, and no whole answer came. status: of the answer that broke off, if one began."""
+
+    def __init__(self, reason: str, *, status: int | None = None):
+        super().__init__(reason)
+        self.reason, self.status = reason, status
+
+
+Wire = Callable[[Call], Answer]
+
+
+@door("send")
+def send(call: Call, wire: Wire) -> Answer:
+    """The door: every request to a provider, and nothing else, passes here. Raises NotSent or Unanswered."""
+    return wire(call)
+
+
+# bodies ---------------------------------------------------------------------------------------------------------------
+
+
+def parse_json(body: bytes) -> Any:
+    """A provider's JSON, whatever it is made of; ValueError for what is none, is too deep or says a key twice."""
+    try:
+        value = json.loads(
+            body.decode("utf-8-sig"),
+            parse_float=_decimal,
+            parse_int=_integer,
+            parse_constant=lambda name: None,
+            object_pairs_hook=_each_key_once,
+        )
+    except RecursionError as exc:
+        raise ValueError("nested too deep") from exc
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deep(value):
+        raise ValueError("nested too deep")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    waiting = [(value, 1)]
+    while waiting:
+        current, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            return True
+        children = current.values() if isinstance(current, dict) else current if isinstance(current, list) else ()
+        waiting += [(child, depth + 1) for child in children if isinstance(child, dict | list)]
+    return False
+
+
+def _decimal(digits: str) -> Decimal | None:
+    """1e999999 is a short text and a huge number: what a provider means lies within thirty places of one."""
+    try:
+        value = +Decimal(digits)
+    except ArithmeticError:
+        return None
+    if value == 0 or -30 <= value.adjusted() <= 30:
+        return value
+    return Decimal(0) if value.adjusted() < 0 else None
+
+
+def _integer(digits: str) -> int | None:
+    return int(digits) if len(digits) <= _MAX_DIGITS else None
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key that is there twice")
+    return made
+
+
+# the real wire --------------------------------------------------------------------------------------------------------
+
+
+class RequestsWire:
+    """The wire over `requests`, with nothing it would do by itself: no redirects, no netrc, no retries, no proxy that
+    the call does not name. Reads share connections. A write has one of its own: on a kept one that the server has just
+    closed it would look as if it had been sent."""
+
+    def __init__(self) -> None:
+        self._session: requests.Session | None = None
+
+    def __call__(self, call: Call) -> Answer:
+        import requests
+        import urllib3
+
+        if call.method == "GET":
+            session = self._session = self._session or _bare_session()
+        else:
+            session = _bare_session()
+        headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity", **call.headers}
+        if call.key is not None:
+            headers["Authorization"] = f"Bearer {call.key.value}"
+        try:
+            with session.request(
+                call.method,
+                call.url,
+                data=call.body,
+                headers=headers,
+                timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S if call.stop_after_s is None else call.stop_after_s),
+                allow_redirects=False,
+                stream=True,
+                proxies={"https": call.proxy} if call.proxy else {},
+                verify=call.ca_bundle or True,
+            ) as reply:
+                body = _body(call, reply)
+                return Answer(reply.status_code, body, {k.lower(): v for k, v in reply.headers.items()})
+        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as exc:
+            raise classified(exc) from exc
+        finally:
+            if session is not self._session:
+                session.close()
+
+
+def _bare_session() -> requests.Session:
+    import requests
+
+    session = requests.Session()
+    session.trust_env = False
+    session.headers.clear()
+    return session
+
+
+def _body(call: Call, reply: requests.Response) -> bytes:
+    """The whole body within size and time. A stream is cut at `stop_after_s` and what came counts."""
+    import requests
+    import urllib3
+
+    limit_s = WHOLE_TIMEOUT_S if call.stop_after_s is None else call.stop_after_s
+    ends = time.monotonic() + limit_s
+    parts: list[bytes] = []
+    size = 0
+    chunks: Iterator[bytes] = reply.iter_content(65536 if call.stop_after_s is None else 1)
+    try:
+        for chunk in chunks:
+            parts.append(chunk)
+            size += len(chunk)
+            if size > call.max_bytes:
+                if call.stop_after_s is not None:
+                    break
+                raise Unanswered(f"a body of more than {call.max_bytes} bytes", status=reply.status_code)
+            if time.monotonic() > ends:
+                if call.stop_after_s is not None:
+                    break
+                raise Unanswered(f"no whole body within {limit_s:.0f} s", status=reply.status_code)
+    except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as exc:
+        if call.stop_after_s is None:
+            raise Unanswered(f"the answer broke off ({_words(exc)})", status=reply.status_code) from exc
+    announced = reply.headers.get("Content-Length", "")
+    if call.stop_after_s is None and announced.isdigit() and size < int(announced):
+        if not reply.headers.get("Content-Encoding") and call.method != "HEAD":
+            raise Unanswered(f"{size} of {announced} bytes of an answer", status=reply.status_code)
+    return b"".join(parts)
+
+
+def classified(exc: BaseException) -> NotSent | Unanswered:
+    """What a failure of the HTTP library means. In doubt something was sent."""
+    import requests
+    import urllib3
+
+    chain = list(_chain(exc))
+    if any(isinstance(e, Unanswered) for e in chain):
+        return next(e for e in chain if isinstance(e, Unanswered))
+    before_sending = (
+        requests.exceptions.ConnectTimeout,
+        requests.exceptions.ProxyError,
+        requests.exceptions.InvalidURL,
+        requests.exceptions.InvalidSchema,
+        requests.exceptions.MissingSchema,
+        requests.exceptions.InvalidHeader,
+        requests.exceptions.InvalidProxyURL,
+        requests.exceptions.UnrewindableBodyError,
+        urllib3.exceptions.NewConnectionError,
+        urllib3.exceptions.ConnectTimeoutError,
+        urllib3.exceptions.NameResolutionError,
+        urllib3.exceptions.ProxyError,
+        urllib3.exceptions.LocationParseError,
+    )
+    if not any(isinstance(e, before_sending) for e in chain) and not _is_certificate_error(chain):
+        return Unanswered(f"no answer ({_words(exc)})")
+    numbers = {e.errno for e in chain if isinstance(e, OSError) and e.errno is not None}
+    if numbers & {errno.EPERM, errno.EACCES}:
+        return NotSent(_words(exc), denied=True)
+    if any(isinstance(e, requests.exceptions.ProxyError | urllib3.exceptions.ProxyError) for e in chain):
+        refused = any(re.search(r"Tunnel connection failed: (403|407)", str(e)) for e in chain)
+        return NotSent(
+            "the proxy of this environment refuses the connection" if refused else _words(exc), denied=refused
+        )
+    return NotSent(_words(exc))
+
+
+def _chain(exc: BaseException) -> Iterator[BaseException]:
+    """An exception and everything it was made from, however it refers to it."""
+    waiting: list[Any] = [exc]
+    seen: set[int] = set()
+    while waiting:
+        current = waiting.pop()
+        if not isinstance(current, BaseException) or id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        waiting += [current.__cause__, current.__context__, getattr(current, "reason", None), *current.args]
+
+
+def _is_certificate_error(chain: list[BaseException]) -> bool:
+    import ssl
+
+    return any(isinstance(e, ssl.SSLCertVerificationError) for e in chain)
+
+
+def _words(exc: BaseException) -> str:
+    """A failure in words that hold neither an address nor a header."""
+    for e in _chain(exc):
+        if isinstance(e, OSError) and e.strerror and not isinstance(e.strerror, BaseException):
+            return one_line(str(e.strerror), limit=120)
+    return type(next(iter(_chain(exc)))).__name__
