@@ -161,3 +161,26 @@ def test_a_bad_line_of_charges_or_journal_flags_the_sum_of_everything(state, gpu
 def test_nothing_spent_is_zero_and_not_an_error(tmp_path, gpu):
     gpu("init")
     assert gpu("spend", "--all").stdout == "total: $0.00 over 0 jobs and 0 charges\n"
+
+
+def test_all_shows_how_much_of_a_machines_time_was_work_and_each_long_idle_gap(state, gpu):
+    def line(number, start, end, machine="m_a"):
+        at = {"started_at": f"2026-03-10T{start}Z", "completed_at": f"2026-03-10T{end}Z", "ts": f"2026-03-10T{end}Z"}
+        return {"id": f"J-{number:06d}", "status": "completed", "provider": "vast", "machine_id": machine, **at}
+
+    jobs = [line(1, "00:00:00", "04:00:00"), line(2, "04:10:00", "05:00:00"), line(3, "08:14:00", "10:00:00")]
+    jobs += [line(4, "00:00:00", "09:00:00", machine="m_own")]
+    (state / "jobs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in jobs))
+    spans = [("idle", "04:00:00", "04:10:00"), ("idle", "05:00:00", "08:14:00"), ("storage", "10:00:00", "23:00:00")]
+    (state / "charges.jsonl").write_text(
+        "".join(json.dumps({**line(0, start, end), "kind": kind, "cost_usd": 0.1}) + "\n" for kind, start, end in spans)
+    )
+    [machine] = gpu("spend", "--all", "--json").document["machines"]
+    assert machine == {
+        "machine_id": "m_a", "billed_s": 36000, "busy_s": 23760, "duty_pct": 66.0,
+        "idle_gaps": [{"started_at": "2026-03-10T05:00:00Z", "duration_s": 11640}], "idle_gaps_left_out": 0,
+    }  # fmt: skip
+    shown = gpu("spend", "--all").stdout
+    assert "m_a: 10h00m billed, 6h36m of work, duty 66 %; idle since 2026-03-10T05:00:00Z 3h14m" in shown
+    assert gpu("spend", "--all", "--since", "2026-03-11", "--json").document["machines"] == []
+    assert gpu("spend", "--json").document["machines"] == []

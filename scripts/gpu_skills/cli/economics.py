@@ -287,6 +287,7 @@ def _past_gaps(context: Context) -> list[float]:
     """
     from gpu_skills.economics.idle_timeout import gaps_between
     from gpu_skills.errors import NoProject
+    from gpu_skills.state.job_record import interval_s
     from gpu_skills.units import MAX_DURATION_S
 
     try:
@@ -295,24 +296,11 @@ def _past_gaps(context: Context) -> list[float]:
         return []
     by_provider: dict[str | None, list[tuple[float, float | None]]] = {}
     for line in lines:
-        interval = _interval(line, is_open=context.ledger.is_open(line))
+        interval = interval_s(line)
         if interval is not None:
             by_provider.setdefault(line.get("provider"), []).append(interval)
     gaps = [gap for jobs in by_provider.values() for gap in gaps_between(jobs)]
     return [min(gap, MAX_DURATION_S) for gap in gaps if gap > 0]
-
-
-def _interval(line: dict[str, Any], *, is_open: bool) -> tuple[float, float | None] | None:
-    """(started, ended) of a job; None where the line does not say. An end before the start counts as the start."""
-    from gpu_skills.clock import parse_timestamp
-
-    try:
-        started = parse_timestamp(line["started_at"]).timestamp()
-        if is_open:
-            return started, None
-        return started, max(started, parse_timestamp(line.get("completed_at") or line["ts"]).timestamp())
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-        return None
 
 
 def _seconds(flag: str, minutes: Any) -> Decimal:

@@ -64,6 +64,20 @@ def is_terminal(record: dict[str, Any]) -> bool:
     return record.get("status") in TERMINAL_WORDS
 
 
+def interval_s(record: dict[str, Any]) -> tuple[float, float | None] | None:
+    """When a line says it was, in seconds since 1970: a job, or machine time of charges.jsonl; None: still running.
+
+    None for the whole where the line does not say. An end before the start counts as the start.
+    """
+    try:
+        started = parse_timestamp(record["started_at"]).timestamp()
+        if record.get("status") == "running":
+            return started, None
+        return started, max(started, parse_timestamp(record.get("completed_at") or record["ts"]).timestamp())
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+        return None
+
+
 def ordered(record: dict[str, Any]) -> dict[str, Any]:
     """The published fields first and in their order, then whatever else the line carries."""
     return {key: record[key] for key in FIELDS if key in record} | record
