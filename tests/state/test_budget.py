@@ -69,6 +69,12 @@ def test_a_clock_that_went_back_gives_no_money_back(project, ledger, clock):
     assert now(project, clock).spent.day_usd == 6
 
 
+def test_money_without_a_date_counts_as_today(project, ledger, clock):
+    ledger.path.write_text('{"id": "J-000001", "status": "completed", "cost_usd": 8}\n')
+    books = now(project, clock)
+    assert (books.spent.day_usd, books.spent.month_usd) == (8, 8)
+
+
 def test_a_line_that_cannot_be_read_makes_the_sum_incomplete_and_nothing_is_rewritten(project, ledger, clock):
     ledger.append([job("2026-03-10T10:00:00Z", 6)])
     with open(ledger.path, "ab") as stream:

@@ -149,6 +149,36 @@ def small_steps(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 3)
 
 
+def dated(number: int, cost: float, completed_at: object) -> str:
+    return json.dumps({"id": f"J-{number:06d}", "status": "completed", "cost_usd": cost, "completed_at": completed_at})
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_days_are_utc_whatever_zone_a_line_has(book, request, size):
+    lines = [dated(1, 1, "2026-12-01T01:00:00+09:00"), dated(2, 2, "2026-11-30T20:00:00-05:00")]
+    if size == "large":
+        request.getfixturevalue("small_steps")
+        lines += [dated(n, 0, "2026-12-01T00:00:00Z") for n in range(3, 40)]
+    book.path.write_text("\n".join(lines) + "\n")
+    rows = {row.key: float(row.cost_usd) for row in book.spend(by="day").rows}
+    assert rows == {"2026-11-30": 1, "2026-12-01": 2}
+    assert float(book.spend(since="2026-12-01").total_usd) == 2
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_money_without_a_date_is_in_every_period(book, request, size):
+    lines = [dated(n, 1, when) for n, when in enumerate((None, "", "soon", "1 Nov", "0 o'clock Z"), 1)]
+    if size == "large":
+        request.getfixturevalue("small_steps")
+        lines += [dated(n, 0, "2026-12-01T00:00:00Z") for n in range(6, 40)]
+    book.path.write_text("\n".join(lines) + "\n")
+    assert [float(r.cost_usd) for r in book.spend(by="day").rows if r.key is None] == [5]
+    for since in ("2026-12-01", "2026-12-01T00:00:01Z"):
+        assert float(book.spend(since=since).total_usd) == 5
+
+
 @pytest.mark.subprocess
 @pytest.mark.parametrize("with_bad_lines", [False, True])
 def test_a_large_ledger_gives_the_same_as_a_small_one(book, monkeypatch, small_steps, with_bad_lines):

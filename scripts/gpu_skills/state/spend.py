@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import re
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ _ALL_BUT_BRACKETS = bytes(sorted(set(range(256)) - set(_BRACKETS)))
 _PAIRS_TRIED = 20
 _SHOWN_OFFSETS = 20
 _MAX_CACHED_GROUPS = 50_000
+_DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 # (kind, status, provider, model, day) → [cost_usd, lines]
 Key = tuple[str, str, str | None, str | None, str]
@@ -98,7 +100,10 @@ def total(
     since: str | None = None,
     may_save: bool = True,
 ) -> Spend:
-    """Sum the ledger, and `charges` when given. status: a ledger word. since: a UTC day or a time with zone."""
+    """Sum the ledger, and `charges` when given. status: a ledger word. since: a UTC day or a time with zone.
+
+    What has no readable time is in every period: better shown twice than lost.
+    """
     if by is not None and by not in BY:
         raise UsageError(f"cannot group spend by {by!r}; allowed are {', '.join(BY)}", next_step="gpu spend --help")
     day, moment = _since(since)
@@ -107,7 +112,7 @@ def total(
     chosen: list[tuple[Key, float, int]] = []
     for key, (cost, lines) in [*jobs.groups.items(), *others.groups.items()]:
         kind, word, _provider, _model, on = key
-        if (kind == JOB and word not in TERMINAL_WORDS and not cost) or on < day:
+        if (kind == JOB and word not in TERMINAL_WORDS and not cost) or "" < on < day:
             continue
         if status is not None and word != status:
             continue
@@ -324,10 +329,13 @@ def _sum_range(
                 _add_one_by_one(sums, kind, sums.end - len(whole), whole, moment)
                 continue
             for row in rows:
-                key = (kind, row.status, row.provider, row.model, (row.completed_at or row.ts)[:10])
+                when = row.completed_at or row.ts
+                key = (kind, row.status, row.provider, row.model, when[:10] if when[-1:] == "Z" else _utc_day(when))
                 group = groups.get(key)
                 if group is None:
-                    groups[key] = [row.cost_usd or 0.0, 1]
+                    group = groups.setdefault((*key[:4], _utc_day(when)), [0.0, 0])
+                    group[0] += row.cost_usd or 0.0
+                    group[1] += 1
                 else:
                     group[0] += row.cost_usd or 0.0
                     group[1] += 1
@@ -410,4 +418,14 @@ def _key_and_cost(record: dict[str, Any], kind: str | None) -> tuple[Key, float,
     when = record.get("completed_at") or record.get("ts") or ""
     if not isinstance(when, str) or not isinstance(provider, str | None) or not isinstance(model, str | None):
         return None
-    return (found_kind, word, provider, model, when[:10]), float(cost), when
+    return (found_kind, word, provider, model, _utc_day(when)), float(cost), when
+
+
+def _utc_day(when: str) -> str:
+    """The day that a time falls on; "" for what is no time: money without a date is in every period."""
+    if when[-1:] == "Z" and _DAY.fullmatch(when[:10]):
+        return when[:10]
+    try:
+        return parse_timestamp(when).astimezone(UTC).strftime("%Y-%m-%d")
+    except (ValueError, OverflowError):
+        return ""
