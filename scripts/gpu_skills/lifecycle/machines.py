@@ -16,6 +16,7 @@ from gpu_skills.clock import Clock, timestamp
 from gpu_skills.config import GpuConfig
 from gpu_skills.errors import CannotSatisfy, MachineLacks, NoCapacity, RemoteError, one_line
 from gpu_skills.providers.base import Offer, SshEndpoint
+from gpu_skills.providers.gpus import same_model, size_class_gb
 from gpu_skills.state import registry
 from gpu_skills.state.project import Project
 from gpu_skills.units import json_number
@@ -225,10 +226,10 @@ def measured(machine: Machine, probe: dict[str, Any], config: GpuConfig) -> Mach
             g
             for g in gpus
             if float(g.get("vram_mib") or 0) >= (need.min_vram_gb or 0) * 1024 * VRAM_TOLERANCE
-            and (need.gpu is None or _same_model(need.gpu, str(g.get("name"))))
+            and (need.gpu is None or same_model(need.gpu, str(g.get("name"))))
         ]
         if len(fitting) < need.gpu_count:
-            found = ", ".join(f"{one_line(str(g.get('name')), limit=80)} {size_class_gb(g)} GB" for g in gpus)
+            found = ", ".join(f"{one_line(str(g.get('name')), limit=80)} {_size_gb(g):g} GB" for g in gpus)
             wanted = f"{need.gpu_count} × {need.gpu or 'GPU'}"
             if need.min_vram_gb is not None:
                 wanted += f" with {need.min_vram_gb:g} GB"
@@ -237,22 +238,12 @@ def measured(machine: Machine, probe: dict[str, Any], config: GpuConfig) -> Mach
     if not gpus:
         return replace(machine, gpu_count=0)
     return replace(
-        machine, gpu=one_line(str(gpus[0].get("name")), limit=80), gpu_count=len(gpus), vram_gb=size_class_gb(gpus[0])
+        machine, gpu=one_line(str(gpus[0].get("name")), limit=80), gpu_count=len(gpus), vram_gb=_size_gb(gpus[0])
     )
 
 
-def size_class_gb(gpu: dict[str, Any]) -> int:
-    """The nearest size a card is sold in: 23,034 MiB is a 24 GB card."""
-    gib = float(gpu.get("vram_mib") or 0) / 1024
-    sold = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 141, 180, 192, 288)
-    return min((s for s in sold if s >= gib - 0.6), default=round(gib), key=lambda s: abs(s - gib))
-
-
-def _same_model(wanted: str, found: str) -> bool:
-    def words(text: str) -> set[str]:
-        return set(text.upper().replace("_", " ").replace("-", " ").split()) - {"NVIDIA", "GEFORCE"}
-
-    return words(wanted) <= words(found)
+def _size_gb(gpu: dict[str, Any]) -> float:
+    return size_class_gb(float(gpu.get("vram_mib") or 0))
 
 
 def describe_gpus(machine: Machine) -> str:
