@@ -88,6 +88,7 @@ class Pod:
     is_locked: bool = False
     is_restarting: bool = False  # its command ended and the host starts it again: RUNNING all the time
     restarts: int = 0
+    ssh_port: int = 0  # promised to its SSH server, which may not listen yet
     last_change: str = ""
 
     @property
@@ -344,7 +345,7 @@ class Pods:
 
     def boot(self, instance: Instance) -> Boot:
         pod = pod_of(instance)
-        port = instance.port if pod.is_restarting and instance.port else free_port()
+        port = pod.ssh_port = instance.port if pod.is_restarting and instance.port else self._unpromised_port()
         environment = self.environment(instance, port)
         keys = [line.strip() for line in environment.get("PUBLIC_KEY", "").splitlines() if line.strip()]
         return Boot(
@@ -359,6 +360,13 @@ class Pods:
             start_script=WITHOUT_SSHD if "dead_ssh" in instance.faults else START_SCRIPT,
             port=port,
         )
+
+    def _unpromised_port(self) -> int:
+        """Free, and not one that another pod was given a moment ago: nothing tries again when two get the same."""
+        promised = {i.extra["pod"].ssh_port for i in self.world.instances.values() if "pod" in i.extra}
+        while (port := free_port()) in promised:
+            pass
+        return port
 
     def environment(self, instance: Instance, ssh_port: int) -> dict[str, str]:
         pod = pod_of(instance)
