@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import hashlib
 import json
 import os
 import time
 
 import pytest
+
+from gpu_skills.jobs.records import JobFolder
 
 pytestmark = pytest.mark.subprocess
 
@@ -136,6 +140,16 @@ def test_outputs_given_up_are_on_record_and_asked_for_no_more(project, gpu):
     assert gpu("destroy", "--json", "--abandon-outputs", "J-000001").exit_code == 0
     assert json.loads((project / ".pi/gpu/jobs/J-000001/abandoned.json").read_text())["machine_id"].startswith("m_")
     assert gpu("status", "--json").document["uncollected_jobs"] == []
+
+
+def test_destroy_during_a_pull_waits_for_it_or_is_refused_and_takes_nothing(project, gpu, monkeypatch):
+    gpu("job", "run", "--no-pull", "--json", "--", "echo x > $GPU_OUTPUT_DIR/x")
+    monkeypatch.setattr(JobFolder, "collecting", functools.partialmethod(JobFolder.collecting, timeout_s=0.2))
+    with open(project / ".pi/gpu/jobs/J-000001/collect.lock", "a") as pulling:  # what a pull holds
+        fcntl.flock(pulling, fcntl.LOCK_EX)
+        refused = gpu("destroy", "--json")
+        assert (refused.exit_code, refused.error["code"]) == (3, "state_busy")
+    assert gpu("status", "--json").document["machines"][0]["status"] == "ready"
 
 
 def test_destroy_is_refused_while_a_job_runs(project, gpu):

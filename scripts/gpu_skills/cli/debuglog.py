@@ -24,26 +24,32 @@ def redact(text: str, secrets: tuple[str, ...] = ()) -> str:
     return _SHAPES.sub(lambda m: f"{m.group(1)}***", text)
 
 
+def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What must not be shown: the values of variables whose names sound like it."""
+    return tuple(v for k, v in environ.items() if re.search(r"(?i)key|token|secret|password", k))
+
+
 def start(environ: Mapping[str, str]) -> None:
     """Begin to log everything of gpu_skills. Quietly does nothing where the state directory cannot be written."""
     global _log
     from logging.handlers import RotatingFileHandler
 
+    from gpu_skills.errors import GpuError
     from gpu_skills.userdirs import state_dir
 
-    values = tuple(v for k, v in environ.items() if re.search(r"(?i)key|token|secret|password", k))
+    values = secrets_of(environ)
 
     class Redacting(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             return redact(super().format(record), values)
 
     try:
-        folder = state_dir()
+        folder = state_dir(environ)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / "debug.log"
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
         handler = RotatingFileHandler(path, maxBytes=2_000_000, backupCount=3)
-    except Exception:  # a log that cannot be written must not stop the command it should explain
+    except (OSError, GpuError):  # a log that cannot be written must not stop the command it should explain
         return
     handler.setFormatter(Redacting("%(asctime)s %(process)d %(name)s %(message)s"))
     _log = logging.getLogger("gpu_skills")

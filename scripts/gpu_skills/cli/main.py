@@ -40,7 +40,8 @@ COMMANDS = {
     cls=LazyGroup,
     lazy=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="\b\nStart with: gpu init --jobs, then gpu job run -- CMD\nEvery command takes --json; exit codes stand in its --help.",
+    epilog="\b\nStart with: gpu init --jobs, then gpu job run -- CMD\n"
+    "Every command takes --json; exit codes stand in its --help.",
 )
 @click.version_option(__version__, prog_name="gpu")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document (also after any command).")
@@ -94,7 +95,8 @@ def run(args: list[str], obj: object | None = None) -> int:
         from gpu_skills.cli import debuglog
 
         where = debuglog.record(exc)
-        error = Bug(message=f"{type(exc).__name__}: {exc}", log=where)
+        said = debuglog.redact(f"{type(exc).__name__}: {exc}", debuglog.secrets_of(os.environ))
+        error = Bug(message=said, log=where)
     print_error(error, as_json=as_json, sandbox=sandbox)
     return error.exit_code if failure_exit is None else failure_exit
 
