@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
 
 import pytest
 
 from gpu_skills.sandbox.clock import VirtualClock
 from gpu_skills.sandbox.faults import KINDS, Faults, UnknownFault, of_instances
+from sandbox_fixture import Wire
 
 
 def test_a_frozen_clock_moves_by_advance_only_and_timers_run_at_their_own_time():
@@ -62,6 +64,15 @@ def test_a_failing_timer_is_reported_and_the_others_run():
     clock.advance(5)
     assert [type(failure) for failure in failures] == [ZeroDivisionError]
     assert seen == [2]
+
+
+def test_nobody_goes_on_talking_to_a_sandbox_that_has_ended(make_sandbox):
+    sandbox = make_sandbox()
+    api = Wire(sandbox)
+    assert api("GET", "/api/v0/users/current/")[0] == 200
+    sandbox.stop()
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        api("GET", "/api/v0/users/current/")
 
 
 def test_a_script_gives_one_fault_per_call_and_then_none():

@@ -123,6 +123,22 @@ def test_a_change_that_is_none_is_refused(sandbox, api, body, status, error):
     assert (found, reply["error"]) == (status, error)
 
 
+def test_several_are_changed_and_destroyed_in_one_call(sandbox, api):
+    ids = [create(api), create(api)]
+    status, reply = api("PUT", "/api/v0/instances/", {"state": "stopped", "ids": [ids[0], str(ids[1])]})
+    assert (status, reply["success"]) == (200, True)
+    sandbox.advance(10)
+    assert [i["actual_status"] for i in listed(api)] == ["stopped", "stopped"]
+    assert api("DELETE", "/api/v0/instances/", {"instance_ids": ids})[1]["success"] is True
+    assert listed(api) == []
+
+
+@pytest.mark.parametrize("ids", [None, [], "1", [None], [1.5], [{}], list(range(65))])
+def test_what_is_no_list_of_ids_is_refused(api, ids):
+    assert api("PUT", "/api/v0/instances/", {"state": "stopped", "ids": ids})[1]["error"] == "invalid_args"
+    assert api("DELETE", "/api/v0/instances/", {"instance_ids": ids})[1]["error"] == "invalid_args"
+
+
 def test_a_label_can_be_changed_to_a_long_one(sandbox, api):
     instance_id = create(api, label="short")
     assert put(api, str(instance_id), {"label": "l" * 1024})[0] == 200

@@ -14,6 +14,7 @@ bill, and queue the real effects. Everything else a vendor knows about an instan
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -76,7 +77,7 @@ class Request:
         assert self.key is not None, "this route has no account: its handler must not ask for one"
         return self.key.account
 
-    @property
+    @functools.cached_property
     def query(self) -> dict[str, str]:
         """The last value of each query parameter."""
         return dict(parse_qsl(self.query_string, keep_blank_values=True))

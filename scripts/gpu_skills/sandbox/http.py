@@ -1,4 +1,4 @@
-"""The HTTP server: one origin on loopback for all faces. Keys, faults of calls, limits, counters and the request log.
+"""One origin for all faces: keys, faults of calls, limits, counters and the request log. The socket is listener.py's.
 
 A key that is not the sandbox's own is refused with the vendor's refusal before anything else looks at the request, and
 no key is ever written to the log.
@@ -6,21 +6,17 @@ no key is ever written to the log.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
 from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
 from gpu_skills.sandbox.face import Face, Reply, Request, Route, WireError
 from gpu_skills.sandbox.world import KEY_PREFIX, World
 
-MAX_BODY_BYTES = 4 * 1024 * 1024
 _ERRORS = {"500": 500, "502": 502, "503": 503, "504": 504}
 _EDGE_PAGE = b"<html><head><title>%d</title></head><body><center><h1>%d</h1></center><hr>cloudflare</body></html>\n"
 
@@ -209,128 +205,6 @@ def _edge_page(status: int) -> Reply:
 
 def is_sandbox_key(value: str | None) -> bool:
     return value is not None and value.startswith(KEY_PREFIX)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    # Without these two every keep-alive request waits 44 ms for a delayed acknowledgement.
-    disable_nagle_algorithm = True
-    wbufsize = 65536
-    protocol_version = "HTTP/1.1"
-    server_version = "sandbox"
-    sys_version = ""
-    timeout = 120
-    server: HttpServer
-
-    def _serve(self) -> None:
-        request = self._read()
-        if request is None:
-            return
-        try:
-            reply = self.server.service.answer(request)
-        except HangUp as exc:
-            self._hang_up(exc.reply)
-            return
-        self._send(reply)
-
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = _serve
-
-    def _read(self) -> Request | None:
-        try:
-            length = int(self.headers.get("Content-Length") or 0)
-        except ValueError:
-            length = -1
-        if not 0 <= length <= MAX_BODY_BYTES or self.headers.get("Transfer-Encoding"):
-            self.close_connection = True
-            self._send(Reply(413 if length > 0 else 400, {"error": "invalid_request", "msg": "bad Content-Length"}))
-            return None
-        raw = self.rfile.read(length) if length else b""
-        if len(raw) < length:
-            self.close_connection = True
-            return None
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        if headers.get("host", "127.0.0.1").rsplit(":", 1)[0] not in ("127.0.0.1", "localhost", "[::1]"):
-            # A web page that resolves its own name to loopback must not reach us.
-            self._send(Reply(421, {"error": "misdirected", "msg": "the sandbox answers to loopback names only"}))
-            return None
-        path, _, query = self.path.partition("?")
-        return Request(self.command, path, query, headers, raw, self.server.url)
-
-    def _send(self, reply: Reply) -> None:
-        stream = reply.body if isinstance(reply.body, Iterator) else None
-        body = b"" if stream is not None else reply.encoded()
-        self.send_response(reply.status)
-        if body or stream is not None:
-            self.send_header("Content-Type", reply.content_type)
-        for name, value in reply.headers.items():
-            self.send_header(name, value)
-        if stream is not None:
-            self.send_header("Connection", "close")
-            self.close_connection = True
-        elif reply.status != 204:
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-            for piece in stream or ():
-                self.wfile.write(piece)
-                self.wfile.flush()
-        self.wfile.flush()
-
-    def _hang_up(self, reply: Reply | None) -> None:
-        """Nothing, or the head and half of the body, and then the end of the connection."""
-        if reply is not None:
-            body = reply.encoded()
-            self.send_response(reply.status)
-            self.send_header("Content-Type", reply.content_type)
-            self.send_header("Content-Length", str(max(len(body), 2)))
-            self.end_headers()
-            self.wfile.write(body[: len(body) // 2])
-            self.wfile.flush()
-        self.close_connection = True
-        try:
-            self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the client was faster
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the world's log is the log, and this one would hold query strings with keys."""
-
-
-class HttpServer(ThreadingHTTPServer):
-    """Listens on loopback. `url` is the origin for every vendor."""
-
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, service: Service, port: int = 0):
-        self.service = service
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="sandbox http", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            self.shutdown()
-            self._thread.join(10)
-        self.server_close()
-
-    def server_bind(self) -> None:
-        # Not HTTPServer's: it asks the resolver for this host's name, which may take seconds.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = "localhost", self.server_address[1]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        import sys
-
-        exc = sys.exc_info()[1]
-        if not isinstance(exc, ConnectionError | TimeoutError):
-            self.service.world.crashes.append(traceback.format_exc())
 
 
 def json_body(request: Request) -> dict[str, Any]:

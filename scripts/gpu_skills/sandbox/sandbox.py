@@ -12,7 +12,8 @@ from typing import Any
 from gpu_skills.sandbox import catalogue
 from gpu_skills.sandbox.clock import VirtualClock
 from gpu_skills.sandbox.faults import Faults
-from gpu_skills.sandbox.http import HttpServer, Service
+from gpu_skills.sandbox.http import Service
+from gpu_skills.sandbox.listener import HttpServer
 from gpu_skills.sandbox.world import Delays, World
 
 

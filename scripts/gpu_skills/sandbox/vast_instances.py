@@ -358,7 +358,7 @@ def manage_several(world: World, request: Request) -> Reply:
 
 def _ids(body: dict[str, Any], name: str) -> list[Any]:
     ids = body.get(name)
-    if not isinstance(ids, list) or not ids or len(ids) > 64:
+    if not isinstance(ids, list) or not 0 < len(ids) <= 64 or any(instance_id(wanted) is None for wanted in ids):
         raise error(400, "invalid_args", f"{name} must be a list of 1 to 64 instance ids")
     return ids
 
