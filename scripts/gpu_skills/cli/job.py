@@ -269,7 +269,7 @@ def pull(context: Context, job_id: str | None, destination: Path | None, force: 
     return _pull(context, link, line["id"], destination=destination, force=force)
 
 
-@command("cancel", example="gpu job cancel J-000001", exits="0 ended · 1 failed")
+@command("cancel", example="gpu job cancel J-000001", exits="0 ended · 1 it still runs")
 @click.argument("job_id", metavar="[JOB]", required=False)
 def cancel(context: Context, job_id: str | None) -> Output:
     """End a running job and everything it started: TERM, KILL after 10 s. Its outputs stay and can be pulled."""
@@ -284,7 +284,9 @@ def cancel(context: Context, job_id: str | None) -> Output:
         answer = link.session.call("cancel", request, timeout_s=60)
     _settle(context, link)
     document = job_document(context, line["id"], answer)
-    return Output(document, job_text(document))
+    still_runs = answer["state"] == "running"
+    hints = [f"{line['id']} has not ended yet; next: gpu job cancel {line['id']}"] if still_runs else []
+    return Output(document, job_text(document), exit_code=1 if still_runs else 0, hints=hints)
 
 
 # watching a run --------------------------------------------------------------------------------
