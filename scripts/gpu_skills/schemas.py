@@ -73,10 +73,12 @@ def check(
     file: str,
     line: int | Callable[[str], int] | None = None,
     error: type[GpuError] = SchemaInvalid,
+    next_step: str | None = None,
 ) -> None:
     """Raise `error` for the first problem, the others in its details.
 
-    line: of the record, or a function from pointer to line. error: SchemaInvalid, ConfigError or StateError.
+    line: of the record, or a function from pointer to line. error: SchemaInvalid, ConfigError or StateError. next_step:
+    where the record stands in no file that could be edited.
     """
     found = problems(record, name)
     if not found:
@@ -87,6 +89,7 @@ def check(
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     raise error(
         f"{file}{at}: {first.message}{more}",
+        next_step=next_step,
         file=file,
         at=at,
         line=where,

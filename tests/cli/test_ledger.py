@@ -105,6 +105,7 @@ def test_what_is_no_line_is_refused_with_its_place_and_nothing_is_written(state,
     before = (state / "jobs.jsonl").read_bytes()
     refused = append(gpu, data)
     assert refused.exit_code == 2 and what in refused.error["message"], refused.error["message"]
+    assert "edit" not in refused.error["next_step"]  # standard input is no file
     assert (state / "jobs.jsonl").read_bytes() == before
 
 

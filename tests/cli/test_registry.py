@@ -114,6 +114,7 @@ def test_put_refuses_what_is_no_record_and_leaves_the_file_alone(state, gpu, dat
     before = (state / "deployments.json").read_bytes()
     refused = put(gpu, data)
     assert refused.exit_code == 2 and what in refused.error["message"]
+    assert "edit" not in refused.error["next_step"]  # standard input is no file
     assert (state / "deployments.json").read_bytes() == before
 
 

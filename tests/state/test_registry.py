@@ -179,6 +179,7 @@ def test_a_query_sees_the_records_and_nothing_of_the_caller(project, monkeypatch
     assert registry.query(project, "map(.rate_usd_hr) | add", "machines") == [0.69]
     seen = json.dumps(registry.query(project, "env, $ENV, input_filename, $__loc__"))
     assert "s3cr3t" not in seen and os.environ["PATH"] not in seen
+    assert registry.query(project, "env") == [{}]
 
 
 @pytest.mark.subprocess

@@ -92,7 +92,9 @@ def put(context: Context, kind: str, file: Path | None) -> Output:
     try:
         record = strict_json.loads(data)
     except strict_json.Fault as fault:
-        raise StateError(file=name, at=fault.at, problem=str(fault), next_step=f"edit {name}") from fault
+        raise StateError(
+            file=name, at=fault.at, problem=str(fault), next_step=f"correct {name} and give it again"
+        ) from fault
     if not isinstance(record, dict):
         raise UsageError(f"{name} is not one JSON object", next_step="gpu registry put --help")
     written = records.put(context.project, kind, record, clock=context.clock)

@@ -254,7 +254,8 @@ class Ledger:
         if not job_record.is_plainly_valid(line):
             from gpu_skills import schemas
 
-            schemas.check(line, "jobs", file="record" if number is None else f"record {number}")
+            name = "record" if number is None else f"record {number}"
+            schemas.check(line, "jobs", file=name, next_step=f"correct {name} and give it again")
         return line
 
     def _append_locked(self, lines: list[dict[str, Any]]) -> None:
@@ -330,14 +331,18 @@ def read_records(data: bytes, name: str) -> list[dict[str, Any]]:
         try:
             strict_json.loads(first_line)
         except strict_json.Fault:  # not one object a line either: the place in the whole text says most
-            raise StateError(file=name, at=fault.at, problem=str(fault), next_step=f"edit {name}") from fault
+            raise StateError(
+                file=name, at=fault.at, problem=str(fault), next_step=f"correct {name} and give it again"
+            ) from fault
     records: list[dict[str, Any]] = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         parsed = journal.parse_line(line + b"\n", number)
         if isinstance(parsed, journal.Problem):
-            raise StateError(file=name, at=parsed.at, problem=parsed.message, next_step=f"edit {name}")
+            raise StateError(
+                file=name, at=parsed.at, problem=parsed.message, next_step=f"correct {name} and give it again"
+            )
         records.append(parsed)
     if not records:
         raise UsageError(f"{name} has no records", next_step="gpu ledger append --help")

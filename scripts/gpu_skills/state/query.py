@@ -19,7 +19,8 @@ MEMORY_BYTES = 1 << 30
 MAX_RESULT_BYTES = 16 << 20
 
 _CHILD = """
-import json, resource, sys
+import json, os, resource, sys
+os.environ.clear()  # Python itself sets LC_CTYPE
 sys.path.append(sys.argv[1])
 import jq
 request = json.loads(sys.stdin.buffer.readline())

@@ -66,7 +66,7 @@ def put(project: Project, kind: str, record: dict[str, Any], *, clock: Clock | N
     if not quick_check.fits(record, kind):
         from gpu_skills import schemas
 
-        schemas.check(record, kind, file="record")
+        schemas.check(record, kind, file="record", next_step="correct the record and give it again")
     _refuse(_rule_broken(kind, record), kind, record)
 
     def with_record(before: Any) -> list[Any]:
