@@ -75,6 +75,15 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
+SOURCE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.py)`")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name in ("docs", "decisions")], ids=lambda p: p.name)
+def test_every_module_a_page_names_exists(page: Path) -> None:
+    named = SOURCE.findall(page.read_text(encoding="utf-8"))
+    assert [name for name in named if not any((base / name).exists() for base in (ROOT, PACKAGE))] == []
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
     reached: set[Path] = set()
     waiting = [ROOT / "README.md"]
