@@ -208,6 +208,8 @@ NOT_STRICT = [
     written('"cost_usd":1,"model":"a","model":"b"'),
     written('"cost_usd":1,"inputs":{"a":1,"a":2}'),
     written('"cost_usd":1,"inputs":{"a":"\\ud800"}'),
+    written('"cost_usd":1,"inputs":{"a":1e999}'),
+    written('"cost_usd":1,"inputs":{"a":"\udce9"}'),  # a byte that is not UTF-8
     written('"cost_usd":1,"inputs":{"a":' + "[" * 200 + "]" * 200 + "}"),
     written('"cost_usd":1,"inputs":' + '{"a":[' * 60 + "1" + '],"b":0}' * 60),
 ]
@@ -218,7 +220,7 @@ NOT_STRICT = [
 def test_a_line_that_is_no_strict_json_is_told_in_a_large_ledger_too(book, small_steps, bad):
     book.append(many(150, seed=4))
     offset, before = book.path.stat().st_size, book.spend().total_usd
-    with open(book.path, "a") as stream:
+    with open(book.path, "a", errors="surrogateescape") as stream:
         stream.write(bad + "\n")
     book.append([line(901, "completed", 0.5)])
     book.path.with_name("jobs.spend.json").unlink()
