@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import time
+from itertools import pairwise
 
 import pytest
 
@@ -399,11 +401,56 @@ def test_zero_balance_can_be_brought_about_at_once(sandbox, api):
     assert show(api, instance_id)["actual_status"] == "stopped"
 
 
-def test_an_offline_host_bills_nothing(sandbox, api):
+def strike(sandbox, instance_id: int, fault: str) -> None:
+    sandbox.world.apply_faults([{"match": {"instance": instance_id}, "fault": fault}])
+
+
+def test_an_offline_host_bills_nothing_until_it_is_back(sandbox, api):
     instance_id = running(sandbox, api)
-    sandbox.world.apply_faults([{"match": {"instance": instance_id}, "fault": "offline"}])
+    strike(sandbox, instance_id, "offline")
     assert show(api, instance_id)["actual_status"] == "offline"
     assert kinds(sandbox) == set()
+    strike(sandbox, instance_id, "well")
+    sandbox.advance(60)
+    assert show(api, instance_id)["actual_status"] == "running"
+    assert kinds(sandbox) == {"disk", "gpu"}
+
+
+@pytest.mark.parametrize("fault", ["stuck_loading", "null_status", "status_error", "unknown"])
+def test_what_hangs_can_be_made_well_and_goes_on(sandbox, api, fault):
+    sandbox.faults.add([{"match": {"call": "create"}, "fault": fault}])
+    instance_id = create(api)
+    sandbox.advance(3600)
+    assert show(api, instance_id)["actual_status"] != "running"
+    strike(sandbox, instance_id, "well")
+    sandbox.advance(120)
+    assert show(api, instance_id)["actual_status"] == "running"
+
+
+def test_other_people_rent_and_leave_while_the_vendors_clock_runs(make_sandbox):
+    sandbox = make_sandbox(seed=3)
+    api = Wire(sandbox)
+
+    def free() -> dict[int, int]:
+        largest: dict[int, int] = {}
+        for offer in offers(api, verified={}):
+            largest[offer["machine_id"]] = max(largest.get(offer["machine_id"], 0), offer["num_gpus"])
+        return largest
+
+    seen = [free()]
+    for _ in range(3):
+        sandbox.advance(6 * 3600)
+        seen.append(free())
+    for before, after in pairwise(seen):
+        assert before != after
+    assert all(later.get(machine, 0) <= seen[0][machine] for later in seen for machine in seen[0])
+
+
+def test_a_slow_answer_is_late_and_complete(sandbox, api):
+    sandbox.faults.add([{"match": {"call": "user"}, "fault": "slow", "args": {"seconds": 0.3}}])
+    began = time.monotonic()
+    assert api("GET", "/api/v0/users/current/")[0] == 200
+    assert time.monotonic() - began >= 0.3
 
 
 # calls that go wrong ------------------------------------------------------------------------------------------------

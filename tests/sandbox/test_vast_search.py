@@ -150,7 +150,7 @@ def test_offer_ids_expire_and_machine_ids_stay(make_sandbox):
     before = offers(api)
     sandbox.advance(7 * 3600)
     after = offers(api)
-    assert {o["machine_id"] for o in before} == {o["machine_id"] for o in after}
+    assert {o["machine_id"] for o in after} <= {o["machine_id"] for o in before}
     assert not {o["id"] for o in before} & {o["id"] for o in after}
     status, reply = api("PUT", f"/api/v0/asks/{before[0]['id']}/", {"image": "x", "cancel_unavail": True})
     assert (status, reply["ask_id"]) == (404, before[0]["id"])

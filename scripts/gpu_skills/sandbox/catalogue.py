@@ -69,11 +69,11 @@ class Host:
     cloud: str = "community"  # RunPod: secure or community
     used: dict[Any, int] = field(default_factory=dict)
     generation: int = 0  # grows whenever what is free changes: offer ids do not survive that
-    is_offline: bool = False
+    others: int = 0  # GPUs that somebody else rents
 
     @property
     def free_gpus(self) -> int:
-        return 0 if self.is_offline else self.gpu_count - sum(self.used.values())
+        return self.gpu_count - sum(self.used.values()) - self.others
 
 
 @dataclass

@@ -73,6 +73,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "zero_gpu_start": (INSTANCE, "the next start comes up without a GPU"),
     "key_denied": (INSTANCE, "its machine key may do nothing"),
     "crash_loop": (INSTANCE, "its container ends again and again while it bills"),
+    "well": (INSTANCE, "what was wrong with it ends: its host is back, it loads on, its status shows again"),
     "zero_balance": (ACCOUNT, "the balance of the provider's account is 0 now"),
 }  # fmt: skip
 

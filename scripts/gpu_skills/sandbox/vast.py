@@ -40,6 +40,7 @@ class VastFace(Face):
         self.book = OfferBook(world)
         self.results = results.Results(world)
         self.routes = self._routes()
+        self.book.let_others_rent()
 
     def _routes(self) -> list[Route]:
         world = self.world

@@ -63,6 +63,7 @@ def create_key(world: World, request: Request) -> Reply:
     text = _key_text(body_of(request))
     key_id = world.new_id()
     request.account.ssh_keys[key_id] = text
+    _keys_made_at(request.account)[key_id] = world.now()
     return Reply(200, {"success": True, "key": _key(world, request.account, key_id, text)})
 
 
@@ -131,8 +132,12 @@ def _own_key(request: Request) -> int:
     return key_id
 
 
+def _keys_made_at(account: Account) -> dict[int, float]:
+    return account.extra.setdefault("keys_made_at", {})
+
+
 def _key(world: World, account: Account, key_id: int, text: str) -> dict[str, Any]:
-    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(world.now()))
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(_keys_made_at(account).get(key_id, world.now())))
     return {
         "id": key_id,
         "user_id": account.id,
@@ -242,7 +247,7 @@ def old_invoices(world: World, request: Request) -> Reply:
 
 
 def _paid_at(account: Account) -> int:
-    return int(account.extra.get("paid_at", 0))
+    return int(account.opened_at)
 
 
 def _range(conditions: Any) -> tuple[float | None, float | None]:

@@ -1,13 +1,14 @@
 """Vast's offers: what the hosts' free GPUs look like in a search, and the search itself.
 
 A host offers its free GPUs in sizes of 1, 2, 4, 8 and all of them. Searches show another id for an offer whenever what
-is free on its host has changed. An old one is still accepted as long as there are GPUs (two creates on one id may both
-succeed), for six hours of the vendor's clock at most; machine_id stays.
+is free on its host has changed; an old one is still accepted as long as there are GPUs (two creates on one id may both
+succeed), for six hours of the vendor's clock at most. machine_id stays. Every six hours other people come and go.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -19,6 +20,7 @@ from gpu_skills.sandbox.vast_wire import error, number, passes, rounded
 from gpu_skills.sandbox.world import Account, World
 
 OFFER_LIFE_S = 6 * 3600
+OTHERS_PROBABILITY = 0.15  # that a host with free GPUs is rented by somebody in an epoch
 DEFAULT_LIMIT = 64
 DEFAULT_STORAGE_GB = 8
 CONTROL_KEYS = {"order", "type", "limit", "allocated_storage", "disable_bundling", "select_cols", "q"}
@@ -64,6 +66,20 @@ class OfferBook:
         self._ids = itertools.count(30_000_000 + world.dice.randrange(100_000) * 10)
         self._by_state: dict[tuple[int, int, int, int], int] = {}
         self._by_id: dict[int, tuple[Host, int, int]] = {}
+        self._began = world.now()
+
+    def let_others_rent(self) -> None:
+        """At the start of each epoch some hosts lose what is free to others, and those of the last one leave."""
+        epoch = self._epoch()
+        self.world.clock.call_at(self._began + (epoch + 1) * OFFER_LIFE_S, self.world.guarded(self.let_others_rent))
+        for host in self.hosts:
+            dice = random.Random(f"{self.world.seed} {host.machine_id} {epoch}")
+            host.others = 0
+            # Everything is free when the sandbox begins.
+            if epoch > 0 and host.free_gpus and dice.random() < OTHERS_PROBABILITY:
+                host.others = dice.randint(1, host.free_gpus)
+            host.generation += 1
+            self.world.wake_waiting(host)
 
     def open(self) -> Iterator[Ask]:
         """Every offer there is now."""
@@ -88,7 +104,7 @@ class OfferBook:
         return self._by_state[state]
 
     def _epoch(self) -> int:
-        return int(self.world.now() // OFFER_LIFE_S)
+        return int((self.world.now() - self._began + 1e-6) // OFFER_LIFE_S)
 
 
 def search(book: OfferBook, query: dict[str, Any], account: Account | None) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ class Account:
     id: int
     name: str
     deposited_usd: Decimal
+    opened_at: float = 0.0  # when the money came
     bill: Bill = field(default_factory=Bill)
     ssh_keys: dict[int, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -190,7 +191,8 @@ class World:
 
     def add_account(self, vendor: str, *, balance_usd: Decimal = Decimal(100), name: str = "") -> Key:
         """A new account and its full key."""
-        account = Account(vendor, self.new_id(), name or f"{vendor} sandbox", Decimal(balance_usd))
+        name = name or f"{vendor} sandbox"
+        account = Account(vendor, self.new_id(), name, Decimal(balance_usd), opened_at=self.now())
         self.accounts[account.id] = account
         return self.add_key(account)
 
@@ -299,6 +301,7 @@ class World:
         """Take it into the world: GPUs held, key made, meter on, boot begun. Instance faults must be set before."""
         self.instances[instance.id] = instance
         instance.key = self.add_key(instance.account, instance_id=instance.id)
+        instance.is_offline = "offline" in instance.faults
         if (hidden := instance.faults.get("hidden_at_first")) is not None:
             instance.visible_from = self.now() + _seconds(hidden, "seconds", 60)
         if (dearer := instance.faults.get("price_changed")) is not None:
@@ -547,9 +550,10 @@ class World:
             instance.host.used.pop(instance.id, None)
             instance.held_gpus = 0
             instance.host.generation += 1
-            self._wake_waiting(instance.host)
+            self.wake_waiting(instance.host)
 
-    def _wake_waiting(self, host: catalogue.Host) -> None:
+    def wake_waiting(self, host: catalogue.Host) -> None:
+        """GPUs of this host may have become free for those who wait for them."""
         for waiting in [i for i in self.instances.values() if i.host is host and i.is_waiting and not i.is_destroyed]:
             self.start(waiting)
 
@@ -577,13 +581,17 @@ class World:
         """A fault meets an instance that exists."""
         if instance.is_destroyed:
             return
+        if fault == "well":
+            self._mend(instance)
+            return
         instance.faults[fault] = args
         if fault == "outbid":
             self._plan_outbid(instance, args)
         elif fault in ("exited", "crash_loop") and instance.phase == "running":
             self.container_exited(instance, 1)
         elif fault == "offline":
-            instance.is_offline = not args.get("back", False)
+            instance.is_offline = True
+            self._halt_container(instance)
             self.rebill(instance)
         elif fault == "price_changed":
             instance.rate_usd_hr *= Decimal(str(args.get("factor", 1.5)))
@@ -593,6 +601,19 @@ class World:
             self.room.submit(instance.id, lambda: container.set_gpus(report))
         elif fault in ("dead_ssh", "changed_host_key") and instance.phase == "running":
             self.reboot(instance)
+
+    def _mend(self, instance: Instance) -> None:
+        """Take its faults away and let it go on from where they held it."""
+        was, instance.faults = instance.faults, {}
+        if instance.is_offline:
+            instance.is_offline = False
+            if instance.phase == "running":
+                self.reboot(instance)
+        elif instance.phase == "created" and {"null_status", "status_error"} & set(was):
+            self._boot(instance)
+        elif instance.phase == "loading" and "stuck_loading" in was:
+            self._load(instance, 0)
+        self.rebill(instance)
 
     def _plan_outbid(self, instance: Instance, args: dict[str, Any]) -> None:
         resume_s = args.get("resume")
