@@ -85,7 +85,7 @@ def pack(
     return Packed(
         tree=tree,
         left_out=sorted(selection.left_out.values(), key=lambda o: (-o.bytes, o.path)),
-        warnings=_warnings(hashed, patterns, selection),
+        warnings=_warnings(hashed, patterns),
         total_bytes=sum(entry.size for entry in hashed.entries),
     )
 
@@ -186,7 +186,7 @@ def _refuse_secrets(selection: Selection, hashed: Hashed, allowed: Sequence[str]
         raise SecretShaped(paths=", ".join(paths), files=paths, count=len(found))
 
 
-def _warnings(hashed: Hashed, patterns: Patterns, selection: Selection) -> list[str]:
+def _warnings(hashed: Hashed, patterns: Patterns) -> list[str]:
     warnings = []
     if len(hashed.entries) > MANY_FILES:
         warnings.append(

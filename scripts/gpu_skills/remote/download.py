@@ -26,7 +26,6 @@ from gpu_skills.remote.session import Session
 from gpu_skills.remote.tree import Entry, path_members
 
 GROWN_BYTES = 16 << 20  # how much more than the manifest says a file may send before we hang up
-_EMPTY = sha256().hexdigest()
 
 
 @dataclass(frozen=True)

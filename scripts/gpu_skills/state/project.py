@@ -32,9 +32,6 @@ class Project:
         """A file of the state directory: `project.path("machines.json")`."""
         return self.state / name
 
-    def job_directory(self, job_id: str) -> Path:
-        return self.state / "jobs" / job_id
-
     @property
     def is_read_only(self) -> bool:
         """A newer version has written here: what it means by a record is unknown to us."""
