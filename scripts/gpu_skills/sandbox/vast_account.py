@@ -242,6 +242,8 @@ def old_invoices(world: World, request: Request) -> Reply:
         for entry in account.bill.entries:
             amount = round(float(entry.amount(entry.start, now + 1)), 6)
             rows.append({"type": "charge", "timestamp": entry.start, "amount": amount, "description": entry.resource})
+    since, until = number(request.query.get("sdate")) or 0, number(request.query.get("edate")) or now
+    rows = [row for row in rows if since <= row["timestamp"] <= until]
     balance = float(account.balance_usd(now))
     return Reply(200, {"invoices": rows, "current": {"charges": 0.0, "credit": balance, "total": balance}})
 
