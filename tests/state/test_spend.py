@@ -203,7 +203,11 @@ def written(middle: str) -> str:
     return '{"id":"J-000900","status":"completed",' + middle + ',"ts":"2026-01-01T00:00:00Z"}'
 
 
-MONEY_TWICE = [written('"cost_usd":1,"cost_usd":2'), written('"cost_usd":1,"status":"failed"')]
+MONEY_TWICE = [
+    written('"cost_usd":1,"cost_usd":2'),
+    written('"cost_usd":1,"status":"failed"'),
+    written('"cost_usd":1,"cost\\u005fusd":2'),
+]
 NOT_STRICT = [
     written('"cost_usd":1,"model":"a","model":"b"'),
     written('"cost_usd":1,"inputs":{"a":1,"a":2}'),

@@ -35,6 +35,7 @@ _ALL_BUT_BRACKETS = bytes(sorted(set(range(256)) - set(_BRACKETS)))
 _PAIRS_TRIED = 20
 _SHOWN_OFFSETS = 20
 _MAX_CACHED_GROUPS = 50_000
+_ESCAPED_LETTER = re.compile(rb"\\u00[567]")
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 # (kind, status, provider, model, day) → [cost_usd, lines]
@@ -374,6 +375,8 @@ def _may_be_deep(block: bytes) -> bool:
 
 
 def _money_stands_once(block: bytes, lines: int) -> bool:
+    if b"\\u00" in block and _ESCAPED_LETTER.search(block):  # it may spell a key: "cost\u005fusd" is cost_usd again
+        return False
     return block.count(b'"cost_usd"') <= lines and block.count(b'"status"') <= lines
 
 
