@@ -27,8 +27,8 @@ _BLOCK = 256 * 1024
 _SAVE_AFTER_BYTES = 4 << 20
 _SMALL_BYTES = 1 << 20
 _SPLIT_AFTER_BYTES = 32 << 20
-# Up to here every line is known to be strict JSON. In a longer range only what changes the total is looked for: the rest
-# costs as much as the total, each further key a sixth of it, and `ledger verify` has it.
+# Up to here every line is known to be strict JSON. In a longer range only what changes the total is looked for: each
+# further key costs a sixth of the total, the rest twice as much, and `ledger verify` has it.
 _STRICT_BYTES = 32 << 20
 _BRACKETS = b"{}[]"
 _ALL_BUT_BRACKETS = bytes(sorted(set(range(256)) - set(_BRACKETS)))
