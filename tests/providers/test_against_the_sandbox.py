@@ -303,6 +303,19 @@ def test_a_destroy_without_an_answer_is_not_taken_for_one(shop, vendor):
     assert place.reader.machine(machine.instance_id) is not None, "accepted is no proof"
 
 
+@BOTH
+@pytest.mark.parametrize("fault", ["garbage", "failure_200", "html", "500", "lost_request", "half_body"])
+@pytest.mark.parametrize("act", ["stop", "destroy"])
+def test_a_write_is_done_only_when_the_vendor_says_so(shop, vendor, fault, act):
+    place = shop(vendor)
+    machine = place.rent()
+    place.fault(fault, "destroy" if act == "destroy" else "state" if vendor == "vast" else "action")
+    before = dict(place.sandbox.world.mutating_calls)
+    with pytest.raises((ProviderSilent, UnexpectedReply)):
+        getattr(place.writer, act)(machine.instance_id)
+    assert sum(place.sandbox.world.mutating_calls.values()) == sum(before.values()) + 1
+
+
 # dead ends ------------------------------------------------------------------------------------------------------------
 
 

@@ -215,6 +215,7 @@ def test_no_other_address_gets_any_key(url, key):
         ("https://objects.example.com:8443/log", False),
         ("file:///etc/passwd", False),
         ("https://[::1]/x", False),
+        ("https://[half", False),
         ("nonsense", False),
     ],
 )

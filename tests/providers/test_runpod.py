@@ -246,6 +246,10 @@ def test_a_log_is_what_the_stream_brought_in_time():
     assert script.calls[0].stop_after_s is not None
     with pytest.raises(InstanceAbsent):
         reader(problem(404, "x"))[0].log_lines(POD)
+    assert reader(answer(200, ""))[0].log_lines(POD) == []
+    for page in ("<html>Welcome</html>", {"error": "internal"}):
+        with pytest.raises(UnexpectedReply):
+            reader(answer(200, page))[0].log_lines(POD)
 
 
 WHEN = (datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC))
@@ -443,6 +447,9 @@ def test_each_write_is_its_one_request(name):
     [
         (problem(409, "not legal now"), ConflictingState),
         (problem(500, "x"), ProviderSilent),
+        (answer(200, {"error": "internal"}), ProviderSilent),
+        (answer(200, "<html>Welcome</html>"), ProviderSilent),
+        (answer(200, '{"id": "k3'), ProviderSilent),
         (Unanswered("reset"), ProviderSilent),
         (problem(401, "x"), AuthRejected),
         (problem(429, "x"), RateLimited),

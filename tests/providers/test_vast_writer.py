@@ -198,6 +198,9 @@ def test_a_clear_refusal_made_nothing(come, error):
         answer(204, ""),
         answer(302, "", location="https://elsewhere.example"),
         answer(599, "x"),
+        answer(400, {"error": "invalid_price", "new_contract": 9.0}),
+        answer(410, {"error": "no_such_ask", "new_contract": [9]}),
+        answer(200, {"success": False, "error": "invalid_args", "new_contract": "../9"}),
     ],
 )
 def test_whatever_is_neither_is_unknown_and_sent_only_once(come):
@@ -239,10 +242,13 @@ def test_each_write_is_its_one_request(name):
         (answer(200, {"success": False, "msg": "no"}), UnexpectedReply),
         (answer(200, {}), ProviderSilent),
         (answer(200, ""), ProviderSilent),
+        (answer(200, "[]"), ProviderSilent),
         (answer(500, "x"), ProviderSilent),
         (Unanswered("reset"), ProviderSilent),
         (answer(401, {"error": "auth_error", "msg": "2FA session expired"}), AuthRejected),
+        (answer(401, '"Unauthorized"'), AuthRejected),
         (answer(429, "too frequent"), RateLimited),
+        (answer(429, '"too frequent"'), RateLimited),
         (answer(404, "<html>"), UnexpectedReply),
         (NotSent("refused"), Unavailable),
     ],

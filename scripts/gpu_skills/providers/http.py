@@ -139,7 +139,10 @@ class Http:
 
     def fetch(self, endpoint: str, url: str, *, max_bytes: int) -> Answer:
         """GET a place the provider named, without the key: object storage over HTTPS, or the sandbox's own origin."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            raise self.unexpected(endpoint, "an address that is none") from None
         on_sandbox = bool(parts.hostname) and f"{parts.scheme}://{parts.netloc}" == self.origin
         if not on_sandbox and not _is_public_https(url):
             shown = one_line(url.partition("?")[0], limit=80)

@@ -127,8 +127,11 @@ class RunpodClient:
             raise InstanceAbsent(provider=NAME, instance_id=pod_id)
         if answer.status != 200:
             raise self.problem(answer, "logs")
+        frames = answer.body.decode("utf-8", "replace").splitlines()
+        if any(frames) and not any(line.startswith(("data:", "id:", ":", "event:", "retry:")) for line in frames):
+            raise self.http.unexpected("logs", f"no stream of lines: {answer.text}")
         found: list[str] = []
-        for line in answer.body.decode("utf-8", "replace").splitlines():
+        for line in frames:
             if not line.startswith("data:"):
                 continue
             try:
@@ -188,8 +191,12 @@ class RunpodClient:
             raise ProviderSilent(provider=NAME, what=endpoint, reason=exc.reason) from exc
 
     def _must_be_done(self, endpoint: str, instance_id: str, answer: Answer) -> None:
-        """Any 2xx; a delete answers 204 without a body."""
+        """A 2xx without a body, or with the object it was done to: a failure or a page may come under a 200 too."""
         if 200 <= answer.status < 300:
+            if answer.body.strip() and fields.identity(_object(answer), "id") is None:
+                raise ProviderSilent(
+                    provider=NAME, what=endpoint, reason=f"it does not say that it worked: {answer.text}"
+                )
             return
         if answer.status >= 500 and not _HOST_FULL.search(answer.text):
             raise ProviderSilent(provider=NAME, what=endpoint, reason=f"HTTP {answer.status}: {answer.text}")

@@ -215,9 +215,13 @@ class VastClient:
             if answer.status == 200:
                 raise self.http.unexpected(what, f"no JSON ({exc}): {answer.text}") from exc
             document = {}
+        if answer.status != 200:
+            raise self.problem(answer, document if isinstance(document, dict) else {}, what)
         if not isinstance(document, dict):
+            if is_write:
+                raise ProviderSilent(provider=NAME, what=what, reason=f"no object: {answer.text}")
             raise self.http.unexpected(what, f"no object: {answer.text}")
-        if answer.status != 200 or document.get("success") is False:
+        if document.get("success") is False:
             raise self.problem(answer, document, what)
         return document
 
@@ -254,7 +258,9 @@ class VastClient:
         return UnexpectedReply(provider=NAME, what=what, reason=reason)
 
     def is_clear_refusal(self, answer: Answer, document: Mapping[str, Any] | None) -> bool:
-        """Whether a create that got this answer certainly made nothing, if it names no contract."""
+        """Whether a create that got this answer certainly made nothing, if it names no contract that can be read."""
+        if document is not None and document.get("new_contract"):
+            return False
         if answer.status == 200:
             return (
                 document is not None and document.get("success") is False and document.get("error") in _KNOWN_REFUSALS
