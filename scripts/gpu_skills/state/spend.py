@@ -375,7 +375,8 @@ def _may_be_deep(block: bytes) -> bool:
 
 
 def _money_stands_once(block: bytes, lines: int) -> bool:
-    if b"\\u00" in block and _ESCAPED_LETTER.search(block):  # it may spell a key: "cost\u005fusd" is cost_usd again
+    # An escape may spell a key: "cost\u005fusd" is cost_usd again. One character is found ten times faster than four.
+    if b"\\" in block and b"\\u00" in block and _ESCAPED_LETTER.search(block):
         return False
     return block.count(b'"cost_usd":') <= lines
 
