@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -98,7 +99,8 @@ def _left_in(project: Path) -> list[int]:
     found = []
     for process in processes.snapshot():
         line, environment = processes._command_line(process.pid), processes._environment(process.pid)
-        if not process.is_zombie and (mark in environment or str(project).encode() in line):
+        below = processes._working_directory(process.pid).startswith(f"{project}/.pi/")
+        if not process.is_zombie and (mark in environment or below or str(project).encode() in line):
             found.append(process.pid)
     return found
 
@@ -216,9 +218,33 @@ def test_it_ends_by_itself_when_nobody_asks_anything(project):
     assert process.wait(20) == 0
 
 
-def test_after_a_kill_the_next_start_sweeps_up_what_was_left(project, login_key):
+def test_after_a_kill_nothing_is_left(project, login_key):
+    process, content = start(project)
+    with_machine(content, login_key)
+    process.kill()
+    process.wait()
+    eventually(lambda: _left_in(project) == [])
+    assert not (project / ".pi" / "gpu-sandbox" / "sandbox.json").exists()
+
+
+def test_a_start_right_after_a_kill_waits_for_the_cleaning(project, login_key):
+    process, content = start(project)
+    with_machine(content, login_key)
+    (project / ".pi" / "gpu-sandbox" / "sandbox.json").unlink()
+    process.kill()
+    process.wait()
+    running, is_new = client.start(project / ".pi" / "gpu-sandbox", ["--limits", "count"])
+    assert is_new and running.pid != content["pid"]
+
+
+def test_after_a_kill_of_all_of_it_the_next_start_sweeps_up_what_was_left(project, login_key):
     process, content = start(project)
     port = with_machine(content, login_key)
+    package = str(project).encode()
+    keepers = [p.pid for p in processes.snapshot() if p.parent == process.pid and p.session == p.pid]
+    for pid in keepers:
+        if b"gpu_skills.sandbox" in (line := processes._command_line(pid)) and package in line:
+            os.kill(pid, signal.SIGKILL)
     process.kill()
     process.wait()
     assert len(_left_in(project)) >= 3
@@ -228,6 +254,22 @@ def test_after_a_kill_the_next_start_sweeps_up_what_was_left(project, login_key)
     client.stop(project / ".pi" / "gpu-sandbox")
     assert running.pid not in _left_in(project)
     eventually(lambda: _left_in(project) == [])
+
+
+def test_it_ends_when_its_directory_is_removed(project, login_key):
+    process, content = start(project)
+    with_machine(content, login_key)
+    shutil.rmtree(project / ".pi")
+    assert process.wait(20) == 0
+    assert _left_in(project) == []
+
+
+def test_the_keys_of_real_accounts_are_not_even_in_its_environment(project, monkeypatch):
+    for name in ("VAST_API_KEY", "RUNPOD_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "canary-of-a-credential")
+    running, _ = client.start(project / ".pi" / "gpu-sandbox", [])
+    environment = processes._environment(running.pid)
+    assert b"PATH=" in environment and b"canary" not in environment
 
 
 def test_two_starts_at_once_make_one_sandbox(project):

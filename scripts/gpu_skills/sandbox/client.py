@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from gpu_skills.sandbox import processes
 
 INFO_NAME = "sandbox.json"
 START_TIMEOUT_S = 20.0
+_SECRET_NAME = re.compile(r"(?i)key|token|secret|passw|credential")
 
 
 class SandboxFailed(Failed):
@@ -115,7 +117,9 @@ def start(directory: Path, options: list[str]) -> tuple[Running, bool]:
         return running, False
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     package_parent = str(Path(__file__).resolve().parent.parent.parent)
-    environment = {**os.environ, "PYTHONPATH": package_parent}
+    # A sandbox has no use for the keys of real accounts, so it never has them.
+    environment = {name: value for name, value in os.environ.items() if not _SECRET_NAME.search(name)}
+    environment["PYTHONPATH"] = package_parent
     log = directory / "sandbox.log"
     with open(log, "wb") as output:
         process = subprocess.Popen(

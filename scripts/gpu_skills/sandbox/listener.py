@@ -24,6 +24,7 @@ from gpu_skills.sandbox.http import HangUp, Service
 MAX_BODY_BYTES = 4 * 1024 * 1024
 MAX_LINE_BYTES = 65536
 MAX_HEADERS = 100
+LAST_ANSWERS_S = 0.5
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
@@ -67,6 +68,13 @@ class _Connection(socketserver.StreamRequestHandler):
             return False
         if request is None:
             return False
+        self.server.answering.add(self.connection)
+        try:
+            return self._answer(request)
+        finally:
+            self.server.answering.discard(self.connection)
+
+    def _answer(self, request: Request) -> bool:
         try:
             reply = self.server.service.answer(request)
         except HangUp as exc:
@@ -180,6 +188,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self._thread: threading.Thread | None = None
         self._date = (0, "")
         self.connections: set[socket.socket] = set()
+        self.answering: set[socket.socket] = set()
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="sandbox http", daemon=True)
@@ -190,6 +199,9 @@ class HttpServer(socketserver.ThreadingTCPServer):
             self.shutdown()
             self._thread.join(10)
         self.server_close()
+        ends = time.monotonic() + LAST_ANSWERS_S
+        while self.answering and time.monotonic() < ends:
+            time.sleep(0.002)  # the answer to `down` is one of them
         for connection in list(self.connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # nobody goes on talking to a sandbox that has ended

@@ -78,20 +78,9 @@ def instance_processes(mark: str, directory: Path, roots: Collection[int]) -> se
 
 def sweep(directory: Path) -> int:
     """Kill what a sandbox of this directory left behind when it was killed itself. Returns how many it found."""
-    mark = f"{MARK}={mark_of(directory)}-".encode()
-    config = f"{directory}/containers/".encode()
     found = 0
     for _ in range(100):
-        left = [
-            process.pid
-            for process in snapshot()
-            if process.pid != os.getpid()
-            and not process.is_zombie
-            and (
-                mark in _environment(process.pid)
-                or (b"sshd" in (line := _command_line(process.pid)) and config in line)
-            )
-        ]
+        left = _left_behind(directory)
         if not left:
             break
         found += len(left)
@@ -100,6 +89,22 @@ def sweep(directory: Path) -> int:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     return found
+
+
+def _left_behind(directory: Path) -> set[int]:
+    """Living processes of any instance below a directory whose sandbox is dead."""
+    everyone = [process for process in snapshot() if process.pid != os.getpid()]
+    mark, below = f"{MARK}={mark_of(directory)}-".encode(), f"{directory}/containers/"
+    orphan_parents = {1, os.getppid()}  # our own parent collects orphans too, when it is what collects them here
+    family = {
+        process.pid
+        for process in everyone
+        if mark in _environment(process.pid)
+        or (b"sshd" in (line := _command_line(process.pid)) and below.encode() in line)
+        or (process.parent in orphan_parents and _working_directory(process.pid).startswith(below))
+    }
+    family = _closure(family, everyone)
+    return {process.pid for process in everyone if process.pid in family and not process.is_zombie}
 
 
 def mark_of(directory: Path) -> str:

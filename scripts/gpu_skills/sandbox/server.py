@@ -1,9 +1,9 @@
 """A sandbox as a process of its own: `python -m gpu_skills.sandbox DIRECTORY`.
 
 It writes `sandbox.json` (0600: where it listens, the keys, its pid, the admin token) when it is ready and removes it at
-its end. It ends by `gpu sandbox down`, by TERM or INT, when nobody asked anything for the idle limit, or when the
-process it was started for is gone; each way ends every process of every instance. Nothing is kept: the next start is a
-new world.
+its end. It ends by `gpu sandbox down`, by TERM or INT, when nobody asked anything for the idle limit, when the process
+it was started for is gone, or when its `sandbox.json` is; each way ends every process of every instance, and after a
+KILL keeper.py does. Nothing is kept: the next start is a new world.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from gpu_skills.sandbox import catalogue, faults, processes
+from gpu_skills.sandbox import catalogue, faults, keeper, processes
 from gpu_skills.sandbox.face import Reply, Request
 from gpu_skills.sandbox.http import Limits
 from gpu_skills.sandbox.sandbox import Sandbox
@@ -32,6 +33,7 @@ from gpu_skills.sandbox.world import Account, Instance
 
 INFO_NAME = "sandbox.json"
 DEFAULT_IDLE_S = 2 * 3600
+CLEANING_S = 5.0
 MAX_BILL_LINES = 500
 ADMIN_HEADER = "x-sandbox-token"
 
@@ -187,13 +189,33 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     directory: Path = options.directory.absolute()
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock = os.open(directory / "sandbox.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    info = directory / INFO_NAME
+    if not _lock(directory / "sandbox.lock", info):
         print("another sandbox runs in this directory", file=sys.stderr)
         return 3
     processes.sweep(directory)
+    release = keeper.keep(directory, info)
+    try:
+        return _run(options, directory, info)
+    finally:
+        release()
+
+
+def _lock(path: Path, info: Path) -> bool:
+    """Take the lock for as long as this process lives. It is waited for while a killed sandbox is cleaned up."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    ends = time.monotonic() + CLEANING_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if info.exists() or time.monotonic() > ends:
+                return False
+        time.sleep(0.02)
+
+
+def _run(options: argparse.Namespace, directory: Path, info: Path) -> int:
     token = secrets.token_hex(16)
     admin = Admin(token)
     try:
@@ -215,14 +237,22 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: admin.stop.set())
     processes.become_subreaper()
-    info = directory / INFO_NAME
     with sandbox:
         _publish(info, sandbox, token)
+        published = _inode(info)
         try:
-            _serve(sandbox, admin, idle_s=options.idle_s, parent=options.parent)
+            _serve(sandbox, admin, lambda: _inode(info) == published, idle_s=options.idle_s, parent=options.parent)
         finally:
-            info.unlink(missing_ok=True)
+            if _inode(info) == published:
+                info.unlink(missing_ok=True)
     return 0
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -259,12 +289,16 @@ def _publish(path: Path, sandbox: Sandbox, token: str) -> None:
     new.replace(path)
 
 
-def _serve(sandbox: Sandbox, admin: Admin, *, idle_s: float, parent: int | None) -> None:
+def _serve(
+    sandbox: Sandbox, admin: Admin, can_be_found: Callable[[], bool], *, idle_s: float, parent: int | None
+) -> None:
     """Wait for a reason to end, and collect orphans meanwhile."""
     began_with = None if parent is None else processes.start_time(parent)
     if parent is not None and began_with is None:
         return
     while not admin.stop.wait(0.5):
+        if not can_be_found():  # its directory was removed: no `down` would ever reach it
+            return
         with sandbox.world.lock:
             containers = [i.container for i in sandbox.world.instances.values() if i.container is not None]
         own = {pid for container in containers for pid in container.own_pids()}
