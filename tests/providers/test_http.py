@@ -158,8 +158,9 @@ def test_a_sandbox_key_goes_to_loopback(url, to):
 
 @pytest.mark.parametrize("url", [None, "", VENDOR, VENDOR + "/"])
 def test_a_sandbox_key_never_leaves_loopback(url):
-    with pytest.raises(DestinationRefused):
+    with pytest.raises(DestinationRefused) as caught:
         origin(url, SANDBOX_KEY)
+    assert "unset" not in caught.value.next_step, "the variable is not what is wrong"
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8081", "http://localhost:8081", "https://[::1]"])

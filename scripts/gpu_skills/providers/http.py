@@ -251,16 +251,19 @@ def origin_for(provider: str, vendor: str, variable: str, key: Credential, envir
     """
     given = environ.get(variable, "").strip()
 
-    def refuse(reason: str) -> DestinationRefused:
+    def refuse(reason: str, **more: Any) -> DestinationRefused:
         shown = one_line(given, limit=80) if "@" not in given else "an address with a login in it"
         return DestinationRefused(
-            provider=provider, base_url=shown or vendor, reason=reason, variable=variable, key_source=key.source
+            provider=provider, base_url=shown or vendor, reason=reason, variable=variable, key_source=key.source, **more
         )
 
     is_sandbox_key = key.value.startswith(SANDBOX_KEY_PREFIX)
     if not given or given.rstrip("/") == vendor:
         if is_sandbox_key:
-            raise refuse(f"the key from {key.source} is a sandbox key and {variable} names no sandbox")
+            raise refuse(
+                f"the key from {key.source} is a sandbox key and {variable} names no sandbox",
+                next_step=f"gpu --sandbox …, or take the key out of {key.source}",
+            )
         return vendor
     try:
         parts = urlsplit(given)
