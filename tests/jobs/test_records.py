@@ -49,7 +49,7 @@ def test_what_is_no_record_is_named_with_its_file(folder, name, content):
         ("job", '{"machine_id":"m","spec":[],"upload":{}}', "/spec"),
         ("manifest", "{}", "/files"),
         ("manifest", '{"files":[5]}', "/files/0"),
-        ("manifest", '{"files":[{"path":"a","bytes":1},{"path":"b"}]}', "/files/1"),
+        ("manifest", '{"files":[{"path":"a","bytes":1},{"path":"b"}]}', "/files/1/bytes"),
         ("collected", '{"final":true}', "/destination"),
     ],
 )

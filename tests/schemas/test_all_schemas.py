@@ -14,6 +14,7 @@ from urllib.parse import urljoin
 import pytest
 
 from gpu_skills import resources, schemas
+from gpu_skills.state import quick_check
 
 SCHEMAS = resources.ROOT / "schemas"
 NAMES = sorted(path.relative_to(SCHEMAS).as_posix().removesuffix(".json") for path in SCHEMAS.rglob("*.json"))
@@ -64,8 +65,14 @@ def test_near_misses_are_refused_at_their_place(name: str) -> None:
         assert found[:1] == [pointer], record
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.endswith(".yaml")])
-def test_every_setting_a_person_writes_is_described_and_has_examples_here(name: str) -> None:
+@pytest.mark.parametrize("name", [n for n in CASE_NAMES if n.startswith("jobs/")])
+def test_the_quick_check_of_a_jobs_records_agrees_with_their_schemas(name: str) -> None:
+    assert [record for record in cases(name)["good"] if not quick_check.fits(record, name)] == []
+    assert [record for record, _ in cases(name)["bad"] if quick_check.fits(record, name)] == []
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.endswith(".yaml") or n.startswith("jobs/")])
+def test_every_setting_and_every_record_of_a_job_is_described_and_has_examples_here(name: str) -> None:
     assert name in CASE_NAMES
 
     def undescribed(schema: dict[str, Any], at: str) -> list[str]:
@@ -74,6 +81,8 @@ def test_every_setting_a_person_writes_is_described_and_has_examples_here(name: 
             if not value.get("description"):
                 found.append(f"{at}/{key}")
             found += undescribed(value, f"{at}/{key}")
+        if isinstance(schema.get("items"), dict):
+            found += undescribed(schema["items"], f"{at}[]")
         return found
 
     schema = schemas.load(name)

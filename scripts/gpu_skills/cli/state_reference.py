@@ -38,14 +38,10 @@ _AROUND = """\
 
 | file | content |
 |---|---|
-| `jobs/ID/job.json` | what was sent: spec, machine, when; no value of a secret |
-| `jobs/ID/accepted.json`, `jobs/ID/ended.json` | that the machine took the job; how it said the job ended |
-| `jobs/ID/manifest.json` | the outputs as the machine listed them last, each with size and SHA-256 |
-| `jobs/ID/verified.json`, `jobs/ID/collected.json` | what was pulled and verified; with `final`, that it is all |
-| `jobs/ID/abandoned.json` | that the user gave these outputs up |
-| `jobs/ID/log`, `jobs/ID/events.jsonl` | the log after the final pull; stalls and other events of the machine |
+| `jobs/ID/log` | the job's log, kept by the pull after its end |
 | `known_hosts` | the pinned host keys |
 | `jobs.index.json`, `jobs.spend.json` | caches of the ledger: may be deleted, are made again |
+| `jobs/ID/verified.json`, `hashes/*.cache` | caches of what was hashed here: may be deleted, it is hashed again |
 | `backups/` | copies from before a migration |
 | `*.lock` | held for moments, never longer than a command; empty |
 
@@ -102,6 +98,18 @@ RECORDS = (
     StateFile("journal", "journal.jsonl", "Written by the tool alone."),
     StateFile("approvals", "approvals.jsonl", "Appended to when a person agrees to a plan."),
     StateFile("memory", "memory.json", "May be deleted."),
+    StateFile("jobs/job", "jobs/ID/job.json", "Written by `gpu job run` before the ledger's line, and kept."),
+    StateFile("jobs/accepted", "jobs/ID/accepted.json", "Without it a job that the machine does not know never began."),
+    StateFile("jobs/manifest", "jobs/ID/manifest.json", "Replaced by every pull, and when the job's end is seen."),
+    StateFile(
+        "jobs/collected",
+        "jobs/ID/collected.json",
+        "Replaced by every pull. Until it is `final`, `gpu destroy` refuses to give back the machine.",
+    ),
+    StateFile("jobs/ended", "jobs/ID/ended.json", "Written just before the ledger's terminal line."),
+    StateFile("jobs/abandoned", "jobs/ID/abandoned.json", "Written by `gpu destroy --abandon-outputs`."),
+    StateFile("jobs/events_cursor", "jobs/ID/events_cursor.json", "Without it events are read from the first again."),
+    StateFile("jobs/events", "jobs/ID/events.jsonl", "Copied from the machine; what is no such line is left out."),
 )
 SETTINGS = (
     StateFile("gpu.yaml", "gpu.yaml", "Written once by `gpu init`, then yours."),

@@ -11,7 +11,7 @@ from typing import Any
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.errors import NotWritable
 from gpu_skills.jobs.follow import gap_notice, read_log
-from gpu_skills.jobs.observe import fetch_manifest
+from gpu_skills.jobs.observe import fetch_manifest, skipped_outputs
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.remote.transfer import DownloadReport, download
@@ -65,7 +65,7 @@ def pull(
             trust_cache=not force,
         )
         listed = [e for e in entries if not e.is_dir]
-        skipped = [s for s in summary.get("skipped", []) if isinstance(s, dict)][:200]
+        skipped = skipped_outputs(summary)
         folder.write(
             "manifest",
             {

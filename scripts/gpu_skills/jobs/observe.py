@@ -17,7 +17,7 @@ from gpu_skills.errors import EXIT_CANCELLED, EXIT_TIMEOUT, ProtocolError, State
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.remote.tree import parse_manifest
-from gpu_skills.state import journal, strict_json
+from gpu_skills.state import journal, quick_check, strict_json
 from gpu_skills.state.ledger import Ledger
 from gpu_skills.state.project import Project
 from gpu_skills.units import json_number, usd
@@ -25,6 +25,7 @@ from gpu_skills.units import json_number, usd
 ARTIFACTS_IN_A_LINE = 50
 MAX_EVENT_BYTES = 8 << 20  # of one answer; a runner sends 4 MiB at most
 CLOCK_SKEW_S = 120.0  # between this computer and the machine
+SKIPPED_KEPT = 200  # of one manifest
 ASKED_AT_ONCE = 100  # about 150 answers fit into one
 _EXITS = {"timeout": EXIT_TIMEOUT, "cancelled": EXIT_CANCELLED}
 _KEPT_OF_AN_END = ("state", "exit_code", "reason", "message", "started_epoch_s", "duration_s", "outputs")
@@ -67,10 +68,20 @@ def outputs_now(project: Project, link: Link, job: str) -> dict[str, Any]:
     record = {
         "final": bool(summary.get("final")),
         "files": [{"path": e.display, "bytes": e.size, "sha256": e.sha256} for e in entries if not e.is_dir],
-        "skipped": [s for s in summary.get("skipped", []) if isinstance(s, dict)][:200],
+        "skipped": skipped_outputs(summary),
     }
     JobFolder(project, job).write("manifest", record)
     return record
+
+
+def skipped_outputs(summary: dict[str, Any]) -> list[dict[str, str]]:
+    """What the machine said it leaves out, and why; no more of it than a record may hold."""
+    told = [s for s in summary["skipped"] if isinstance(s, dict)]
+    return [
+        {"path": s["path"], "why": s["why"]}
+        for s in told
+        if isinstance(s.get("path"), str) and isinstance(s.get("why"), str)
+    ][:SKIPPED_KEPT]
 
 
 def fetch_manifest(project: Project, link: Link, job: str):
@@ -100,7 +111,7 @@ def sync_events(project: Project, link: Link, job: str) -> None:
             event = strict_json.loads(raw)
         except strict_json.Fault:
             continue
-        if isinstance(event, dict):
+        if quick_check.fits(event, "jobs/events"):
             events.append(event)
     if events:
         journal.append(folder.events, events)
@@ -110,10 +121,10 @@ def sync_events(project: Project, link: Link, job: str) -> None:
 def _events_seen_bytes(folder: JobFolder) -> int:
     """Where the last reading ended; from the start again when what says so was damaged."""
     try:
-        seen = (folder.read("events_cursor") or {}).get("next")
+        seen = folder.read("events_cursor")
     except StateError:
         return 0
-    return seen if type(seen) is int and seen >= 0 else 0
+    return int(seen["next"]) if seen else 0
 
 
 def _ask(project: Project, link: Link, jobs: list[str]) -> dict[str, dict[str, Any]]:

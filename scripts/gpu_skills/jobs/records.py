@@ -1,10 +1,8 @@
 """The folder `jobs/<id>/` in the project's state: what a job sent, what came back, and which locks guard it.
 
-job.json        what was submitted (never a secret value), the machine, the nonce that makes a start repeatable
-manifest.json   the outputs as the machine listed them last, and whether that list is final
-collected.json  which of them were verified here, and where
-log             the log as it was when the job's outputs were collected
-events.jsonl    progress stalls and other events of the machine
+`schemas/jobs/` says what each record holds: job, accepted, manifest, collected, ended, abandoned, events_cursor, and
+a line of events.jsonl. Beside them `log` is the log as it was when the job's outputs were collected, and verified.json
+a cache of `remote.destination`.
 """
 
 from __future__ import annotations
@@ -15,17 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu_skills.errors import JobNotFound, StateError
-from gpu_skills.state import files
+from gpu_skills.state import files, quick_check
 from gpu_skills.state.project import Project
-
-# What every reader relies on; the rest of a record may be missing.
-_FIELDS: dict[str, dict[str, type]] = {
-    "job": {"machine_id": str},
-    "manifest": {"files": list},
-    "collected": {"destination": str},
-}
-_OPTIONAL_FIELDS: dict[str, dict[str, type]] = {"job": {"spec": dict, "upload": dict}}
-_KINDS: dict[type, str] = {str: "text", dict: "an object", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -51,29 +40,37 @@ class JobFolder:
         return self.project.root / "gpu-outputs" / self.job
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """A record of this job, None when there is none. StateError when somebody left something else in its place."""
+        """A record of this job as `schemas/jobs/<name>.json` has it, None when there is none.
+
+        StateError when somebody left something else in its place.
+        """
         path = self.path / f"{name}.json"
-        record = files.read_json(path, default=None)
-        if record is None and not path.exists():
+        try:
+            raw = files.read_bytes(path)
+            record = None if raw is None else files.parse(raw, path)
+        except StateError as exc:
+            raise StateError(**{**exc.details, "file": self._shown(name)}) from exc
+        if raw is None:
             return None
-        if not isinstance(record, dict):
-            raise self._fault(name, "", f"found {_kind(record)}, allowed is an object")
-        given = {field: kind for field, kind in _OPTIONAL_FIELDS.get(name, {}).items() if field in record}
-        for field, kind in (_FIELDS.get(name, {}) | given).items():
-            if not isinstance(record.get(field), kind):
-                found = _kind(record[field]) if field in record else "nothing"
-                raise self._fault(name, f" /{field}", f"found {found}, allowed is {_KINDS[kind]}")
-        for number, file in enumerate(record["files"] if name == "manifest" else ()):
-            if (
-                not isinstance(file, dict)
-                or not isinstance(file.get("path"), str)
-                or type(file.get("bytes")) is not int
-            ):
-                raise self._fault(name, f" /files/{number}", "found no file, allowed is an object with path and bytes")
+        if not quick_check.fits(record, f"jobs/{name}"):
+            self._refuse_misfit(name, record)
         return record
 
-    def _fault(self, name: str, at: str, problem: str) -> StateError:
-        return StateError(file=f"jobs/{self.job}/{name}.json", at=at, problem=problem)
+    def _refuse_misfit(self, name: str, record: Any) -> None:
+        from gpu_skills import schemas
+
+        for problem in schemas.problems(record, f"jobs/{name}")[:1]:
+            raise StateError(
+                file=self._shown(name),
+                at=f" {problem.pointer}" if problem.pointer else "",
+                problem=f"found {problem.found}, allowed is {problem.allowed}",
+                pointer=problem.pointer,
+                found=problem.found,
+                allowed=problem.allowed,
+            )
+
+    def _shown(self, name: str) -> str:
+        return f"jobs/{self.job}/{name}.json"
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         files.commit(self.path / f"{name}.json", files.dumps_pretty(record))
@@ -116,7 +113,3 @@ def display(record: dict[str, Any]) -> str:
     text = str(record.get("label") or record.get("run") or "")
     text = json.dumps(text, ensure_ascii=False)[1:-1]
     return text if len(text) <= 60 else text[:57] + "…"
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else _KINDS.get(type(value), json.dumps(value)[:40])
