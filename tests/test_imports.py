@@ -71,3 +71,11 @@ def test_every_package_that_is_imported_is_declared():
     foreign = imported - sys.stdlib_module_names - {"gpu_skills"}
     assert {"click", "paramiko"} <= foreign
     assert {{"yaml": "pyyaml", "graphql": "graphql-core"}.get(name, name) for name in foreign} - declared == set()
+
+
+def test_all_that_is_needed_stands_in_the_lock():
+    """The launcher installs the lock and nothing else: what only an extra brings, a checkout never has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = set(re.findall(r"(?m)^([A-Za-z0-9_.-]+)==", (ROOT / "requirements.lock").read_text()))
+    assert {re.match(r"[A-Za-z0-9_-]+", line)[0] for line in project["dependencies"]} - locked == set()
+    assert set(project["optional-dependencies"]) == {"s3", "keyring"}, "what speaks to something of the user's own"
