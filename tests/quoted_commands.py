@@ -225,6 +225,8 @@ def problem_of(quoted: Quoted) -> str | None:
                     return None
                 # Until click 9 the subcommand's name waits apart from its arguments.
                 rest = [*getattr(context, "_protected_args", []), *context.args]
+                if not rest:  # only options, as in `gpu --sandbox …`
+                    return None if quoted.inline or open_end else f"`{quoted.text}` names a group, not a command"
                 name, command, words = command.resolve_command(context, rest)
     except click.exceptions.Exit as exc:
         return None if exc.exit_code == 0 else f"exit {exc.exit_code}"

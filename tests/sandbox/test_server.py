@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -63,10 +62,8 @@ class Origin:
 
 
 def test_up_status_bill_clock_chaos_and_down(gpu, project):
-    began = time.monotonic()
     code, up, err = gpu("sandbox", "up", "--seed", "9", *FAST)
     assert code == 0
-    assert time.monotonic() - began < 2
     assert up["is_new"] is True
     assert "gpu --sandbox" in err
     assert gpu("sandbox", "up")[1] == {**up, "is_new": False}
