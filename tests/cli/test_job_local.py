@@ -11,7 +11,9 @@ import time
 
 import pytest
 
+from gpu_skills import resources, schemas
 from gpu_skills.jobs.records import JobFolder
+from gpu_skills.state import quick_check
 
 pytestmark = pytest.mark.subprocess
 
@@ -318,3 +320,32 @@ def test_a_job_the_machine_never_got_is_lost_at_the_first_look(project, gpu):
     document = gpu("job", "status", "--json").document
     assert document["state"] == "lost" and document["reason"] == "never_started"
     assert gpu("job", "status", "--json").document["state"] == "lost"
+
+
+def test_real_jobs_leave_only_records_that_fit_their_schemas(project, gpu):
+    """One that stands still, is cancelled and given up, and one that is pulled: together they leave every record."""
+    (project / "gpujob.yaml").write_text("run: echo progress rows=3; sleep 300\nprogress: {unit: rows, stall: 1s}\n")
+    gpu("job", "run", "--detach", "--json")
+    deadline = time.monotonic() + 20
+    while not gpu("job", "status", "--json").document.get("events"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    gpu("job", "cancel", "--json")
+    makes = "echo a > $GPU_OUTPUT_DIR/a; ln -s a $GPU_OUTPUT_DIR/link; mkfifo $GPU_OUTPUT_DIR/fifo"
+    assert gpu("job", "run", "--json", "--timeout", "1m", "--label", "two", "--env", "A=b", "--", makes).exit_code == 0
+    assert gpu("destroy", "--json", "--abandon-outputs", "J-000001").exit_code == 0
+
+    records = [
+        (path.stem, json.loads(text))
+        for path in sorted((project / ".pi/gpu/jobs").glob("*/*"))
+        if path.suffix in (".json", ".jsonl") and path.name != "verified.json"  # a cache
+        for text in (path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()])
+    ]
+    described = {path.stem for path in (resources.ROOT / "schemas/jobs").glob("*.json")}
+    assert {name for name, _ in records} == described
+    for name, record in records:
+        assert schemas.problems(record, f"jobs/{name}") == [], (name, record)
+        assert quick_check.fits(record, f"jobs/{name}"), (name, record)
+        assert record.keys() <= schemas.load(f"jobs/{name}")["properties"].keys(), name
+    [skipped] = [record["skipped"] for name, record in records if name == "manifest" and record["skipped"]]
+    assert skipped == [{"path": "fifo", "why": "fifo"}]
