@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,3 +143,18 @@ def fake_clock() -> FakeClock:
 def real_environment() -> dict[str, str]:
     """The environment the tests were started with: package index settings, not credentials."""
     return {name: value for name, value in REAL_ENVIRONMENT.items() if not name.startswith(_SCRUBBED_PREFIXES)}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the session watchers that jobs of these tests left on this machine: they would go on for their idle time."""
+    factory = getattr(session.config, "_tmp_path_factory", None)
+    if factory is None:
+        return
+    ours = os.fsencode(str(factory.getbasetemp()))
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        try:
+            argv = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0") if name.isdigit() else []
+            if b"watch" in argv and any(arg.startswith(ours) for arg in argv):
+                os.kill(int(name), signal.SIGTERM)
+        except OSError:
+            continue  # it ended by itself
