@@ -5,8 +5,8 @@
         api = Wire(sandbox, "vast")
         status, body = api("GET", "/api/v0/users/current/")
 
-`make_sandbox` gives as many as a test needs; a test fails when its sandbox met a defect of its own. Real machines need
-`real=True`, which also allows processes.
+`make_sandbox` gives as many as a test needs; a test fails when its sandbox met a defect of its own, or answered unlike
+the vendor's OpenAPI file (openapi_check.py). Real machines need `real=True`, which also allows processes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+import openapi_check
 from gpu_skills.sandbox import Sandbox
 from sshd import make_key
 
@@ -67,18 +68,21 @@ def make_sandbox(tmp_path: Path, guard: Any) -> Iterator[Callable[..., Sandbox]]
     """`make_sandbox(real=False, **options of Sandbox)`; frozen unless told otherwise."""
     with contextlib.ExitStack() as stack:
         made: list[Sandbox] = []
+        complaints: list[str] = []
 
         def make(*, real: bool = False, **options: Any) -> Sandbox:
             if real:
                 guard.subprocess_allowed = True
             options = {"frozen": True, "containers": real, "directory": tmp_path / f"sandbox{len(made)}", **options}
             made.append(stack.enter_context(Sandbox(**options)))
+            openapi_check.watch(made[-1], complaints)
             return made[-1]
 
         yield make
         for sandbox in made:
             assert sandbox.settle(), "real work of the sandbox does not end"
             assert list(sandbox.world.crashes) == []
+        assert not complaints, "unlike the vendor's OpenAPI file: " + "\n".join(dict.fromkeys(complaints))
 
 
 @pytest.fixture

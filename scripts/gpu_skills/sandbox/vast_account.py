@@ -9,9 +9,10 @@ from decimal import Decimal
 from typing import Any
 
 from gpu_skills.sandbox.face import Reply, Request, WireError
-from gpu_skills.sandbox.meter import Entry, by_kind
+from gpu_skills.sandbox.meter import Entry, by_kind, per_hour
 from gpu_skills.sandbox.vast_create import new_volume
 from gpu_skills.sandbox.vast_instances import require
+from gpu_skills.sandbox.vast_offers import machine_fields
 from gpu_skills.sandbox.vast_wire import (
     body_of,
     decimal,
@@ -27,6 +28,10 @@ from gpu_skills.sandbox.world import Account, Instance, World
 MAX_CHARGES = 500
 MAX_KEY = 16_384
 DEPOSIT_DISCOUNT = 0.2
+VOLUME_MACHINE_FIELDS = (
+    "host_id", "public_ipaddr", "geolocation", "verification", "reliability2", "static_ip", "cpu_arch", "cpu_name",
+    "mobo_name", "os_version", "driver_version", "cuda_max_good", "disk_name", "inet_up", "inet_down",
+)  # fmt: skip
 
 
 def current_user(world: World, request: Request) -> Reply:
@@ -48,7 +53,7 @@ def current_user(world: World, request: Request) -> Reply:
             "billaddress_country": None,
             "host_agreement_accepted": False,
             "is_host": False,
-            "ssh_key": next(iter(account.ssh_keys.values()), None),
+            "ssh_key": next(iter(account.ssh_keys.values()), ""),
             "sid": f"{account.id:x}",
             "rights": {},
         },
@@ -303,13 +308,15 @@ def deposit(world: World, request: Request) -> Reply:
 def list_volumes(world: World, request: Request) -> Reply:
     rows = [
         {
+            **{name: machine_fields(volume.extra["host"], 1)[name] for name in VOLUME_MACHINE_FIELDS},
             "id": volume.id,
             "label": volume.name,
             "disk_space": float(volume.size_gb),
             "machine_id": int(volume.location),
             "start_date": volume.created_at,
             "status": "attached" if _holders(world, volume.id) else "unattached",
-            "instances": _holders(world, volume.id),
+            "instances": [{"id": holder} for holder in _holders(world, volume.id)],
+            "storage_total_cost": float(per_hour(volume.extra["host"].storage_usd_gb_month, volume.size_gb)),
         }
         for volume in world.volumes.values()
         if volume.account is request.account

@@ -84,6 +84,7 @@ def show(world: World, instance: Instance) -> dict[str, Any]:
     now, host, extra = world.now(), instance.host, instance.extra
     is_up = instance.phase == "running"
     gpu_hour, disk_hour = gpu_usd_hr(instance), per_hour(host.storage_usd_gb_month, instance.disk_gb)
+    dlperf = host.gpu.tflops * instance.gpu_count * 1.35
     burn = world.faces["vast"].tariff(instance) if not instance.is_offline else {}
     state = "running" if instance.phase in ("created", "loading", "running", "stopping", "exited") else "stopped"
     shown: dict[str, Any] = {
@@ -140,11 +141,11 @@ def show(world: World, instance: Instance) -> dict[str, Any]:
         "search": _costs(gpu_hour, disk_hour),
         "instance": _costs(burn.get("gpu", Decimal(0)), burn.get("disk", Decimal(0))),
         "vram_costperhour": rounded(gpu_hour / (host.gpu.vram_mib * instance.gpu_count)),
-        "dlperf": round(host.gpu.tflops * instance.gpu_count * 1.35, 6),
-        "dlperf_per_dphtotal": round(host.gpu.tflops * instance.gpu_count * 1.35 / float(gpu_hour + disk_hour), 6),
+        "dlperf": round(dlperf, 6),
+        "dlperf_per_dphtotal": round(dlperf / float(gpu_hour + disk_hour), 6),
         "total_flops": host.gpu.tflops * instance.gpu_count,
         "flops_per_dphtotal": round(host.gpu.tflops * instance.gpu_count / float(gpu_hour + disk_hour), 6),
-        "score": None,
+        "score": round(dlperf / float(gpu_hour + disk_hour) * host.reliability, 6),
         "rentable": False,
         "external": False,
         "volume_info": [
