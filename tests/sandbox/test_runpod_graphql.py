@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from sandbox.runpod_calls import GPU, RunpodCalls
