@@ -384,6 +384,31 @@ class Server(http.server.BaseHTTPRequestHandler):
         except OSError:
             pass
 
+    def two_lengths(self) -> None:
+        self.start(200, 8, **{"Content-Length": "9"})
+        self.wfile.write(b'{"a": 1}')
+        self.close_connection = True
+
+    def away_at_length(self) -> None:
+        self.start(307, 100_000_000, Location="http://[half")
+        self.close_connection = True
+        try:
+            for _ in range(1000):
+                self.wfile.write(b"x" * 100_000)
+        except OSError:
+            pass
+
+    def drip(self) -> None:
+        self.start(200, 100_000)
+        self.close_connection = True
+        try:
+            for _ in range(200):
+                self.wfile.write(b" ")
+                self.wfile.flush()
+                time.sleep(0.02)
+        except OSError:
+            pass
+
     def away(self) -> None:
         self.start(307, 0, Location=f"http://127.0.0.1:{self.server.server_port}/fine")
 
@@ -456,9 +481,22 @@ def test_a_refused_connection_means_that_nothing_was_sent(server):
 
 
 def test_a_body_that_drips_is_given_up_at_last(server, monkeypatch):
-    monkeypatch.setattr(wire_module, "WHOLE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(wire_module, "WHOLE_TIMEOUT_S", 0.2)
+    began = time.monotonic()
     with pytest.raises(Unanswered, match="no whole body within 0 s"):
-        RequestsWire()(call(f"{server}/fine"))
+        RequestsWire()(call(f"{server}/drip"))
+    assert time.monotonic() - began < 2, "each byte comes in time; the whole would take hours"
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_an_answer_with_two_lengths_was_an_answer_to_something_sent(server, method):
+    with pytest.raises(Unanswered):
+        RequestsWire()(call(f"{server}/two_lengths", method))
+
+
+def test_the_body_of_a_redirect_is_bounded_too(server):
+    with pytest.raises(Unanswered, match="more than 1000 bytes"):
+        RequestsWire()(call(f"{server}/away_at_length", max_bytes=1000))
 
 
 def test_an_answer_knows_its_retry_after():

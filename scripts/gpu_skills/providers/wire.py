@@ -209,6 +209,8 @@ def _bare_session() -> requests.Session:
     session = requests.Session()
     session.trust_env = False
     session.headers.clear()
+    # Even where redirects are not followed it would look up the target, and read the whole body for that.
+    session.get_redirect_target = lambda reply: None  # type: ignore[method-assign]
     return session
 
 
@@ -221,9 +223,9 @@ def _body(call: Call, reply: requests.Response) -> bytes:
     ends = time.monotonic() + limit_s
     parts: list[bytes] = []
     size = 0
-    chunks: Iterator[bytes] = reply.iter_content(65536 if call.stop_after_s is None else 1)
     try:
-        for chunk in chunks:
+        # `read1` gives what is there: a read of so many bytes would last until they came, however slowly they drip.
+        while chunk := reply.raw.read1(65536, decode_content=True):
             parts.append(chunk)
             size += len(chunk)
             if size > call.max_bytes:
@@ -267,7 +269,10 @@ def classified(exc: BaseException) -> NotSent | Unanswered:
         urllib3.exceptions.ProxyError,
         urllib3.exceptions.LocationParseError,
     )
-    if not any(isinstance(e, before_sending) for e in chain) and not _is_certificate_error(chain):
+    # The two InvalidHeaders differ: the one of requests alone is about ours, that of urllib3 about an answer's.
+    is_of_answer = any(isinstance(e, urllib3.exceptions.InvalidHeader) for e in chain)
+    is_early = any(isinstance(e, before_sending) for e in chain) or _is_certificate_error(chain)
+    if is_of_answer or not is_early:
         return Unanswered(f"no answer ({_words(exc)})")
     numbers = {e.errno for e in chain if isinstance(e, OSError) and e.errno is not None}
     if numbers & {errno.EPERM, errno.EACCES}:
