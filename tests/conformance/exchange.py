@@ -5,7 +5,7 @@
     ...
     recording.matches(HERE / "vast" / "account.json")
 
-The files are data of our own, recorded from the sandbox with CONFORMANCE_RECORD=1. A run is held against them: the
+The files are data of our own, recorded from the sandbox with SANDBOX_RECORD=1. A run is held against them: the
 requests word for word, the answers by status and shape (names and types), each with what differs from run to run left
 out: times, ids, ports, keys, folders.
 """
@@ -24,7 +24,7 @@ from gpu_skills.sandbox import Sandbox
 from gpu_skills.sandbox.face import Reply, Request
 from gpu_skills.sandbox.http import HangUp
 
-IS_RECORDING = bool(os.environ.get("CONFORMANCE_RECORD"))
+IS_RECORDING = bool(os.environ.get("SANDBOX_RECORD"))
 KEPT_OF_A_LIST = 1  # of objects, which are all alike
 EPOCH_SECONDS = (1_500_000_000, 4_000_000_000)
 IDS = (10_000_000, 1_000_000_000)
@@ -70,11 +70,8 @@ class Recording:
             file.write_text(json.dumps(now, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             return
         committed = json.loads(file.read_text(encoding="utf-8"))
-        assert [call["command"] for call in now["calls"]] == [call["command"] for call in committed["calls"]]
-        for call, before in zip(now["calls"], committed["calls"], strict=True):
-            assert [_essence(e) for e in call["exchanges"]] == [_essence(e) for e in before["exchanges"]], (
-                f"{call['command']} is not as in {file.name}; if it is right now: CONFORMANCE_RECORD=1"
-            )
+        is_other = difference(_essence_of_all(committed), _essence_of_all(now))
+        assert is_other is None, f"not as in {file.name}: {is_other}\nif it is right now: SANDBOX_RECORD=1"
 
     def _listen(self, request: Request) -> Reply:
         try:
@@ -152,6 +149,28 @@ def _is_in(value: float, limits: tuple[int, int]) -> bool:
 
 
 # comparing ----------------------------------------------------------------------------------------------------------
+
+
+def _essence_of_all(recording: dict[str, Any]) -> list[Any]:
+    return [
+        {"command": _without_numbers_of_the_run(call["command"]), "exchanges": [_essence(e) for e in call["exchanges"]]}
+        for call in recording["calls"]
+    ]
+
+
+def difference(before: Any, now: Any, where: str = "") -> str | None:
+    """The first place where two values differ, with both; None when they are alike."""
+    if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
+        pairs = [(f"{where}/{name}", before[name], now[name]) for name in before]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = [(f"{where}/{number}", *both) for number, both in enumerate(zip(before, now, strict=True))]
+    elif before == now:
+        return None
+    elif isinstance(before, dict) and isinstance(now, dict):
+        return f"{where}: missing {sorted(before.keys() - now.keys())}, new {sorted(now.keys() - before.keys())}"
+    else:
+        return f"{where}: {str(before)[:300]} was recorded, now {str(now)[:300]}"
+    return next((found for at, old, new in pairs if (found := difference(old, new, at)) is not None), None)
 
 
 def _essence(exchange: dict[str, Any]) -> dict[str, Any]:
