@@ -83,6 +83,8 @@ def test_a_redirect_is_never_followed():
         with pytest.raises(UnexpectedReply, match=r"a redirect to elsewhere\.example"):
             call(made(wire))
         assert len(wire.calls) == 1
+        with pytest.raises(UnexpectedReply, match="a redirect to no address"):
+            call(made(Script([answer(301, "", location="http://[half")])))
 
 
 # writes ---------------------------------------------------------------------------------------------------------------

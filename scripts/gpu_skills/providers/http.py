@@ -226,7 +226,10 @@ class Http:
 
     def _not_a_redirect(self, endpoint: str, answer: Answer) -> Answer:
         if 300 <= answer.status < 400:
-            to = urlsplit(answer.headers.get("location", "")).hostname or "another place"
+            try:
+                to = urlsplit(answer.headers.get("location", "")).hostname or "another place"
+            except ValueError:
+                to = "no address"
             raise self.unexpected(endpoint, f"a redirect to {to}, which is not followed")
         return answer
 
