@@ -154,7 +154,7 @@ def _format_checker() -> Any:
 
     checker = FormatChecker(formats=())
 
-    @checker.checks("date-time", raises=ValueError)
+    @checker.checks("date-time", raises=(ValueError, OverflowError))
     def _is_timestamp(value: object) -> bool:
         if isinstance(value, str):
             parse_timestamp(value)

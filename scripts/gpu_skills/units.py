@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from decimal import ROUND_HALF_EVEN, Decimal
+from decimal import ROUND_HALF_EVEN, Context, Decimal
 
 MAX_DURATION_S = 366 * 24 * 3600
+MAX_USD = 1_000_000_000  # more in one record is a slip of the hand
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _SECONDS = {"ms": Decimal("0.001"), "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MICRO = Decimal("0.000001")
+_ANY_FLOAT = Context(prec=400)  # the usual 28 digits end at 1e22, a float at 1e308
 
 
 def parse_duration(value: str | int | float) -> float:
@@ -66,7 +68,7 @@ def counted(count: int, noun: str) -> str:
 
 def usd(value: Decimal | int | float | str) -> Decimal:
     """Money rounded to the six places that records hold."""
-    return Decimal(str(value)).quantize(_MICRO, rounding=ROUND_HALF_EVEN)
+    return Decimal(str(value)).quantize(_MICRO, rounding=ROUND_HALF_EVEN, context=_ANY_FLOAT)
 
 
 def json_number(value: Decimal) -> int | float:

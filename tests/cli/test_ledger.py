@@ -175,6 +175,49 @@ def test_lines_that_end_in_crlf_are_lines(state, gpu, clock):
     assert gpu("spend", "--json").document["total_usd"] == 1.12
 
 
+ODD = ("1e300", "1e999", "NaN", "-1", '"x"', "[]", "{}", "true", "[null]", '"\\ud800"', '"9999-12-31T23:59:59-23:59"')
+READERS = (
+    ("job", "ls"), ("job", "status", "J-000001"), ("status",), ("doctor",), ("spend", "--all", "--by", "day"),
+    ("policy", "check", "--cost", "1", "--rate", "1", "--job", "J-000001"), ("ledger", "query", "."),
+    ("ledger", "tail"), ("economics", "keepalive", "--rate-usd-hr", "1", "--startup-min", "5"), ("ledger", "verify"),
+)  # fmt: skip
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize(
+    "field", ["status", "provider", "model", "started_at", "completed_at", "duration_s", "cost_usd"]
+)
+def test_a_field_that_is_anything_at_all_stops_no_command(state, gpu, clock, field):
+    line = {"id": "J-000001", **DONE, "deployment_id": "dep_a", "ts": "2026-03-10T12:00:00Z"}
+    (state / "deployments.json").write_text('[{"id": "dep_a", "provider": "ssh", "status": "error", "cost_hr": 1}]')
+    for odd in ODD:
+        (state / "jobs.jsonl").write_text(json.dumps({**line, field: "?"}).replace('"?"', odd) + "\n")
+        for command in READERS:
+            for flags in ((), ("--json",)):
+                assert "[bug]" not in gpu(*command, *flags, clock=clock).stderr, (odd, command)
+
+
+def test_a_job_with_a_damaged_field_is_seen_and_can_end(state, gpu, clock):
+    text = (
+        '{"id": "J-000007", "status": "running", "provider": 7, "started_at": "2026-03-10T11:00:00Z", "ts": "soon"}\n'
+    )
+    (state / "jobs.jsonl").write_text(text)
+    assert [job["job"] for job in gpu("job", "ls", "--json", clock=clock).document["jobs"]] == ["J-000007"]
+    done = gpu("job", "finish", "J-000007", "--status", "failed", "--json", clock=clock)
+    assert (done.document["line"]["provider"], done.document["line"]["duration_s"]) == (None, 3600)
+    assert (state / "jobs.jsonl").read_text().startswith(text)
+
+
+def test_more_money_than_there_is_is_a_slip_of_the_hand(state, gpu):
+    refused = append(gpu, {**DONE, "cost_usd": 1e300})
+    assert refused.exit_code == 2 and "/cost_usd is 1e+300" in refused.error["message"]
+    (state / "jobs.jsonl").write_text(
+        json.dumps({"id": "J-000001", **DONE, "cost_usd": 1e300, "ts": "2026-03-10T12:00:00Z"})
+    )
+    spent = gpu("spend", "--json").document
+    assert (spent["total_usd"], spent["incomplete"]) == (0, True)
+
+
 def test_a_clock_that_jumps_back_is_told_as_a_warning(state, gpu, clock):
     append(gpu, DONE, clock=clock)
     clock.jump_wall(-3600)
@@ -227,6 +270,16 @@ def test_query_gives_what_jq_makes_of_all_good_lines(state, gpu):
     assert gpu("ledger", "query", example, "--json").document["results"] == [1]
     endless = gpu("ledger", "query", "def f: f; f", "--json")
     assert endless.exit_code == 2 and "stopped" in endless.error["message"]
+
+
+@pytest.mark.subprocess
+def test_query_shows_numbers_that_no_record_may_have(state, gpu):
+    append(gpu, DONE)
+    assert gpu("ledger", "query", "1e300, infinite, -1e308", "--json").document["results"] == [
+        1e300,
+        1.7976931348623157e308,
+        -1e308,
+    ]
 
 
 def test_a_terminal_on_stdin_is_not_waited_for(state, gpu, terminal):

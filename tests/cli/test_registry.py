@@ -118,6 +118,22 @@ def test_put_refuses_what_is_no_record_and_leaves_the_file_alone(state, gpu, dat
     assert (state / "deployments.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("created_at", '"9999-12-31T23:59:59-23:59"', "/0/created_at is"),
+        ("created_at", '"0001-01-01T00:00:00+14:00"', "/0/created_at is"),
+        ("cost_hr", "1e300", "/0/cost_hr is 1e+300, allowed: 1000000000 or less"),
+    ],
+)
+def test_a_time_or_a_rate_that_nobody_can_reckon_with_is_named(state, gpu, field, value, what):
+    text = '[{"id": "dep_a", "provider": "ssh", "status": "error", "?": ?}]'.replace("?", field, 1).replace("?", value)
+    (state / "deployments.json").write_text(text)
+    found = gpu("registry", "validate", "--json")
+    assert found.exit_code == 2 and what in found.document["problems"][0]["message"]
+    assert gpu("doctor").exit_code != 0
+
+
 def test_lists_are_bounded_and_say_what_they_leave_out(state, gpu):
     records = [{"id": f"m_{n}", "provider": "ssh", "status": "lost"} for n in range(5)]
     (state / "machines.json").write_text(json.dumps(records))

@@ -72,6 +72,8 @@ BAD: list[tuple[str, dict[str, object], str]] = [
     ("models", {"id": "m", "files": [{"path": "a", "sha256": "xyz"}]}, "/files/0/sha256"),
     ("workflows", {"id": "w", "outputs": [1]}, "/outputs/0"),
     ("charges", {"kind": "idle", "cost_usd": -0.1, "ts": TS}, "/cost_usd"),
+    ("charges", {"kind": "correction", "cost_usd": -1e300, "ts": TS}, "/cost_usd"),
+    ("charges", {"kind": "idle", "cost_usd": 1e300, "ts": TS}, "/cost_usd"),
     ("charges", {"kind": "other", "cost_usd": 0.1, "ts": TS}, "/kind"),
     ("journal", {"kind": "reservation", "ts": TS, "intent": "i1"}, "/reserved_usd"),
     ("journal", {"kind": "intent", "ts": "now", "intent": "i", "action": "create"}, "/ts"),

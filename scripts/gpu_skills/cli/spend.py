@@ -73,7 +73,7 @@ def _duties(context: Context, since: datetime | None) -> list[dict[str, Any]]:
     times: dict[str, dict[str, list[tuple[float, float]]]] = {}
     charges = [record for _o, _n, record in journal.scan(context.ledger.charges) if isinstance(record, dict)]
     for record in [*charges, *context.ledger.jobs(limit=MAX_JOBS_LOOKED_AT)]:
-        use = _USES.get(record.get("kind", "job"))
+        use = _USES.get(str(record.get("kind", "job")))
         machine, interval = record.get("machine_id"), interval_s(record)
         if use is None or interval is None or not isinstance(machine, str):
             continue

@@ -99,7 +99,7 @@ def _of_job(
     ours = (None, project.project_id)
     settled = [s.usd for s in accounts.settlements.values() if s.job_id == job_id and s.project_id in ours]
     cost = (ledger.latest(job_id) or {}).get("cost_usd")
-    booked = usd(cost) if type(cost) in (int, float) and 0 <= cost < 1e15 else Decimal(0)  # else the sum is incomplete
+    booked = usd(cost or 0)
     open_usd = journal.reserved_usd(r for r in reservations if r.job_id == job_id and r.project_id in ours)
     return open_usd + max(sum(settled, Decimal(0)), booked)
 

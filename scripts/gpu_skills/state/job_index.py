@@ -32,7 +32,9 @@ class JobIndex:
     tail: bytes = b""  # what stands just before `offset`
 
     def see(self, identity: Any, status: Any, offset: int) -> None:
-        if not isinstance(identity, str) or not JOB_ID.fullmatch(identity) or status not in STATE:
+        if not isinstance(identity, str) or not JOB_ID.fullmatch(identity):
+            return
+        if not isinstance(status, str) or status not in STATE:
             return
         self.max_number = max(self.max_number, int(identity[2:]))
         if status == "running":

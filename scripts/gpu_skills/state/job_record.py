@@ -10,6 +10,7 @@ from typing import Any
 
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import UsageError
+from gpu_skills.units import MAX_USD
 
 # What a user sees ↔ what the ledger says. The one place where the two meet.
 LEDGER_WORD = {
@@ -126,6 +127,8 @@ def is_plainly_valid(record: Any) -> bool:
     for key in _TIME_OR_NULL:
         if get(key) is not None and not _is_time(record[key]):
             return False
+    if (get("cost_usd") or 0) > MAX_USD:
+        return False
     return (
         _is_time(get("ts"))
         and (inputs is None or type(inputs) is dict)
@@ -133,6 +136,35 @@ def is_plainly_valid(record: Any) -> bool:
         and (exit_code is None or type(exit_code) is int)
         and (artifacts is None or (type(artifacts) is list and all(map(_is_artifact, artifacts))))
     )
+
+
+def readable(record: dict[str, Any]) -> dict[str, Any]:
+    """A line for those who only read it: a field that is not what the schema allows is null; `verify` tells it."""
+    if is_plainly_valid(record):
+        return record
+    return {key: value if value is None or _fits(key, value) else None for key, value in record.items()}
+
+
+def _fits(key: str, value: Any) -> bool:
+    if key in _TEXT_OR_NULL:
+        return type(value) is str
+    if key in _AMOUNT_OR_NULL:
+        return _is_amount(value) and (key != "cost_usd" or value <= MAX_USD)
+    if key in (*_TIME_OR_NULL, "ts"):
+        try:
+            return type(value) is str and bool(parse_timestamp(value))
+        except (ValueError, OverflowError):
+            return False
+    match key:
+        case "inputs":
+            return type(value) is dict
+        case "workflow_version":
+            return type(value) in (str, int)
+        case "exit_code":
+            return type(value) is int
+        case "artifacts":
+            return type(value) is list and all(map(_is_artifact, value))
+    return True
 
 
 def _is_time(value: Any) -> bool:

@@ -361,12 +361,17 @@ def _largest_number(folder: Path) -> int:
 def _record(line: bytes) -> dict[str, Any] | None:
     """A usable line: an object with an id and a known status. Others are for `verify` to tell."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = json.loads(line, parse_constant=strict_json.no_constant, parse_float=strict_json.finite)
+        if strict_json.SURROGATE_ESCAPE.search(line):  # half a pair cannot even be printed
+            strict_json.loads(line)
+    except (ValueError, RecursionError, strict_json.Fault):
         return None
-    if isinstance(record, dict) and isinstance(record.get("id"), str) and record.get("status") in STATE:
-        return record
-    return None
+    if not isinstance(record, dict):
+        return None
+    identity, status = record.get("id"), record.get("status")
+    if not isinstance(identity, str) or not JOB_ID.fullmatch(identity):
+        return None
+    return job_record.readable(record) if isinstance(status, str) and status in STATE else None
 
 
 def _records(block: bytes, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:

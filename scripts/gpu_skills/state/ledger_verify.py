@@ -12,10 +12,12 @@ import msgspec
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.state import chain, journal, strict_json
 from gpu_skills.state.job_record import JOB_ID, TERMINAL_WORDS, is_plainly_valid
+from gpu_skills.units import MAX_USD
 
 MAX_SHOWN = 100
 
 _Number = Annotated[int, msgspec.Meta(ge=0)] | Annotated[float, msgspec.Meta(ge=0)] | None
+_Money = Annotated[int, msgspec.Meta(ge=0, le=MAX_USD)] | Annotated[float, msgspec.Meta(ge=0, le=MAX_USD)] | None
 _Time = Annotated[datetime, msgspec.Meta(tz=True)]
 _UNSET, _Unset = msgspec.UNSET, msgspec.UnsetType
 
@@ -39,7 +41,7 @@ class _Line(msgspec.Struct, gc=False):
     started_at: _Time | _Unset | None = _UNSET
     completed_at: _Time | _Unset | None = _UNSET
     duration_s: _Number | _Unset = _UNSET
-    cost_usd: _Number | _Unset = _UNSET
+    cost_usd: _Money | _Unset = _UNSET
     gpu: str | _Unset | None = _UNSET
     artifacts: list[_Artifact] | _Unset | None = _UNSET
     error: str | _Unset | None = _UNSET

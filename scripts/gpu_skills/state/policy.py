@@ -17,7 +17,7 @@ from typing import Any
 from gpu_skills.errors import OverCeiling, PolicyMissing, StateError, StateNewer, UsageError
 from gpu_skills.state import files, quick_check, strict_json
 from gpu_skills.state.project import SCHEMA_VERSION, Project
-from gpu_skills.units import format_usd, json_number, usd
+from gpu_skills.units import MAX_USD, format_usd, json_number, usd
 from gpu_skills.userdirs import config_dir
 
 SYSTEM_POLICY = Path("/etc/gpu/policy.json")
@@ -394,7 +394,7 @@ def amount(name: str, value: Decimal | float | int | str) -> Decimal:
         if isinstance(value, bool):
             raise ValueError
         found = Decimal(str(value))
-        good = found.is_finite() and 0 <= found <= 10**9
+        good = found.is_finite() and 0 <= found <= MAX_USD
     except (InvalidOperation, ValueError):
         good = False
     if not good:

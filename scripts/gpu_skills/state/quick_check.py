@@ -90,8 +90,6 @@ def _check(keyword: str, rule: Any, schema: dict[str, Any]) -> Check:
             return lambda value: not _is_number(value) or value >= rule
         case "maximum":
             return lambda value: not _is_number(value) or value <= rule
-        case "maximum":
-            return lambda value: not _is_number(value) or value <= rule
         case "exclusiveMinimum":
             return lambda value: not _is_number(value) or value > rule
         case "format" if rule == "date-time":

@@ -19,7 +19,7 @@ from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import UsageError
 from gpu_skills.state import chain, journal, prefix_cache, strict_json
 from gpu_skills.state.job_record import TERMINAL_WORDS
-from gpu_skills.units import json_number, usd
+from gpu_skills.units import MAX_USD, json_number, usd
 
 BY = ("provider", "model", "status", "day", "kind")
 JOB = "job"
@@ -286,7 +286,7 @@ def _sum_range(
 
     # The words of `status` as a Literal are one object each: nothing to allocate, cheap to compare.
     status_type: Any = Literal["completed", "failed", "running", "timeout", "cancelled", "lost"] if kind == JOB else str
-    money: Any = Annotated[float, msgspec.Meta(ge=0)] if kind == JOB else float
+    money: Any = Annotated[float, msgspec.Meta(ge=0 if kind == JOB else -MAX_USD, le=MAX_USD)]
 
     line_type = msgspec.defstruct(
         "Line",
@@ -414,18 +414,22 @@ def _key_and_cost(record: dict[str, Any], kind: str | None) -> tuple[Key, float,
     cost, status = record.get("cost_usd"), record.get("status")
     if kind == JOB:
         cost = 0 if cost is None else cost
-        if status not in (*TERMINAL_WORDS, "running") or type(cost) not in (int, float) or cost < 0:
+        if status not in (*TERMINAL_WORDS, "running") or not _is_money(cost) or cost < 0:
             return None
         found_kind, word = JOB, status
     else:
         found_kind, word = record.get("kind"), ""
-        if not isinstance(found_kind, str) or type(cost) not in (int, float):
+        if not isinstance(found_kind, str) or not _is_money(cost):
             return None
     provider, model = record.get("provider"), record.get("model")
     when = record.get("completed_at") or record.get("ts") or ""
     if not isinstance(when, str) or not isinstance(provider, str | None) or not isinstance(model, str | None):
         return None
     return (found_kind, word, provider, model, _utc_day(when)), float(cost), when
+
+
+def _is_money(value: Any) -> bool:
+    return type(value) in (int, float) and -MAX_USD <= value <= MAX_USD
 
 
 def _utc_day(when: str) -> str:

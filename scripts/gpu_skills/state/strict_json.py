@@ -18,7 +18,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'"((?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)"')
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[^\s,:\[\]{}\"]{1,40}")
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass
@@ -52,7 +52,7 @@ def loads(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
         raise Fault(before.count(b"\n") + 1, column, "", f"byte 0x{data[exc.start]:02x}", "UTF-8") from exc
     try:
         value = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite, parse_int=_short
+            text, object_pairs_hook=_unique, parse_constant=no_constant, parse_float=finite, parse_int=_short
         )
     except (ValueError, RecursionError) as exc:
         Scanner(text, max_depth).run()  # raises the fault with its place
@@ -65,7 +65,7 @@ def loads(data: bytes, *, max_depth: int = MAX_DEPTH) -> Any:
 def _needs_a_closer_look(data: bytes, max_depth: int) -> bool:
     if data.count(b"[") + data.count(b"{") > max_depth and _depth(data) > max_depth:
         return True
-    return b"\\u" in data and _SURROGATE_ESCAPE.search(data) is not None
+    return b"\\u" in data and SURROGATE_ESCAPE.search(data) is not None
 
 
 def _depth(data: bytes) -> int:
@@ -84,7 +84,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _finite(digits: str) -> float:
+def finite(digits: str) -> float:
     value = float(digits)
     if value in (float("inf"), float("-inf")):
         raise ValueError("too large")
@@ -97,7 +97,7 @@ def _short(digits: str) -> int:
     return int(digits)
 
 
-def _no_constant(name: str) -> Any:
+def no_constant(name: str) -> Any:
     raise ValueError(name)
 
 
