@@ -12,10 +12,7 @@ import tempfile
 from pathlib import Path
 
 from report import HERE, Figure, in_turn
-
-sys.path[:0] = [str(HERE.parent / "tests")]
-
-from sshd import Sshd, start_sshd  # noqa: E402
+from sshd import Sshd, start_sshd
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 SUBMISSIONS = int(os.environ.get("SUBMISSIONS", "100"))

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+# Benchmarks measure this checkout and start the servers its tests start.
+sys.path[:0] = [str(HERE.parent / "scripts"), str(HERE.parent / "tests")]
 
 
 @dataclass(frozen=True)

@@ -11,24 +11,20 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from report import HERE, Figure, in_turn
-
-sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "scripts")]
-
-from gpu_skills.jobs.pack import pack  # noqa: E402
-from gpu_skills.remote.bulk import Bulk  # noqa: E402
-from gpu_skills.remote.session import Session  # noqa: E402
-from gpu_skills.remote.ssh import SshTransport  # noqa: E402
-from gpu_skills.remote.sshconfig import SshEndpoint  # noqa: E402
-from gpu_skills.remote.transfer import download, upload  # noqa: E402
-from gpu_skills.remote.tree import parse_manifest  # noqa: E402
-from sshd import Sshd, start_sshd  # noqa: E402
+from gpu_skills.jobs.pack import pack
+from gpu_skills.remote.bulk import Bulk
+from gpu_skills.remote.session import Session
+from gpu_skills.remote.ssh import SshTransport
+from gpu_skills.remote.sshconfig import SshEndpoint
+from gpu_skills.remote.transfer import download, upload
+from gpu_skills.remote.tree import parse_manifest
+from report import Figure, in_turn
+from sshd import Sshd, start_sshd
 
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
 BIG_BYTES = int(os.environ.get("BIG_MIB", "1024")) << 20
