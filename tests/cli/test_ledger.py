@@ -88,7 +88,7 @@ BAD_INPUT = [
     (b'{"status": "completed", "completed_at": "2026-03-10T12:00:00"}', "zone"),
     (b'{"status": "completed", "model": "\\ud83d"}', "a lone surrogate \\ud83d"),
     (b'{"status": "completed", "x": ' + b'{"a":' * 200 + b"1" + b"}" * 200 + b"}", "level 101 of nesting"),
-    (b'{"status": "complete"}', "no job status"),
+    (b'{"status": "complete"}', '/status is "complete"'),
     (b'{"status": "completed", "id": 7}', "/id"),
     (b'{"status": "completed", "id": "J-7"}', "/id"),
     (b'{"model": "sdxl"}', "/status is missing"),
@@ -216,6 +216,42 @@ def test_more_money_than_there_is_is_a_slip_of_the_hand(state, gpu):
     )
     spent = gpu("spend", "--json").document
     assert (spent["total_usd"], spent["incomplete"]) == (0, True)
+
+
+def test_an_unknown_word_is_named_with_the_number_of_its_record(state, gpu):
+    refused = append(gpu, DONE, {**DONE, "status": "complete"})
+    assert refused.exit_code == 2
+    assert 'record 2: /status is "complete"' in refused.error["message"] and "completed" in refused.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("end", "what"),
+    [
+        (
+            {"ts": "2026-03-10T11:59:59Z"},
+            "/ts is 2026-03-10T11:59:59Z, before J-000001 started at 2026-03-10T12:00:00Z",
+        ),
+        ({"started_at": "2026-03-10T12:00:00Z", "completed_at": "2026-03-10T13:59:00+02:00"}, "/completed_at is 2026"),
+    ],
+)
+def test_a_job_that_ends_before_it_starts_is_refused_as_verify_would_name_it(state, gpu, clock, end, what):
+    append(gpu, {"status": "running"}, clock=clock)
+    before = (state / "jobs.jsonl").read_bytes()
+    refused = append(gpu, {**DONE, "id": "J-000001", **end}, clock=clock)
+    assert refused.exit_code == 2 and f"record 1: {what}" in refused.error["message"]
+    assert (
+        append(gpu, {**DONE, "id": "J-000009", "status": "running"}, {**DONE, "id": "J-000009", **end}).exit_code == 2
+    )
+    assert (state / "jobs.jsonl").read_bytes() == before
+
+
+def test_a_clock_that_was_set_back_ends_no_job_before_its_start(state, gpu, clock):
+    append(gpu, {"status": "running"}, {"status": "running"}, clock=clock)
+    clock.jump_wall(-3600)
+    append(gpu, {**DONE, "id": "J-000001"}, clock=clock)
+    gpu("job", "finish", "J-000002", "--status", "failed", "--duration", "1m", clock=clock)
+    assert [line["ts"] for line in lines(state)] == ["2026-03-10T12:00:00Z"] * 4
+    assert gpu("ledger", "verify").exit_code == 0
 
 
 def test_a_clock_that_jumps_back_is_told_as_a_warning(state, gpu, clock):

@@ -125,12 +125,12 @@ def is_plainly_valid(record: Any) -> bool:
         if get(key) is not None and not _is_amount(record[key]):
             return False
     for key in _TIME_OR_NULL:
-        if get(key) is not None and not _is_time(record[key]):
+        if get(key) is not None and not _is_plain_time(record[key]):
             return False
     if (get("cost_usd") or 0) > MAX_USD:
         return False
     return (
-        _is_time(get("ts"))
+        _is_plain_time(get("ts"))
         and (inputs is None or type(inputs) is dict)
         and (version is None or type(version) in (str, int))
         and (exit_code is None or type(exit_code) is int)
@@ -145,16 +145,21 @@ def readable(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value if value is None or _fits(key, value) else None for key, value in record.items()}
 
 
+def _is_time(value: Any) -> bool:
+    """Whether the schema takes it as a time: any way of RFC 3339 to write one."""
+    try:
+        return type(value) is str and bool(parse_timestamp(value))
+    except (ValueError, OverflowError):
+        return False
+
+
 def _fits(key: str, value: Any) -> bool:
     if key in _TEXT_OR_NULL:
         return type(value) is str
     if key in _AMOUNT_OR_NULL:
         return _is_amount(value) and (key != "cost_usd" or value <= MAX_USD)
     if key in (*_TIME_OR_NULL, "ts"):
-        try:
-            return type(value) is str and bool(parse_timestamp(value))
-        except (ValueError, OverflowError):
-            return False
+        return _is_time(value)
     match key:
         case "inputs":
             return type(value) is dict
@@ -167,7 +172,7 @@ def _fits(key: str, value: Any) -> bool:
     return True
 
 
-def _is_time(value: Any) -> bool:
+def _is_plain_time(value: Any) -> bool:
     if type(value) is not str or not _TIMESTAMP.fullmatch(value):
         return False
     try:

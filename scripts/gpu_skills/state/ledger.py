@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_skills.clock import Clock, timestamp
+from gpu_skills.clock import Clock, parse_timestamp, timestamp
 from gpu_skills.errors import JobNotFound, StateError, UsageError
 from gpu_skills.state import chain, files, job_index, job_record, journal, strict_json
 from gpu_skills.state.job_record import JOB_ID, STATE, TERMINAL_WORDS, is_terminal
@@ -87,28 +87,37 @@ class Ledger:
                 return False
             started = self._record_at(offset) or {}
             published = dict.fromkeys(job_record.FIELDS[:-2]) | {"artifacts": []}
-            self._append_locked([self._completed({**published, **started, "ts": None, **ending})])
+            whole = {**published, **started, "ts": None, **ending}
+            self._append_locked([self._completed(whole, not_before=started.get("ts"))])
             return True
 
     def append(self, records: Sequence[dict[str, Any]], *, private: Collection[str] = ()) -> list[dict[str, Any]]:
         """Add lines, all or none; return them as written. A missing id is made, a missing ts is now.
 
-        SchemaInvalid or UsageError names the first record that cannot be a line: its fields, a second end or start.
+        SchemaInvalid or UsageError names the first record that cannot be a line: its fields, a second end or start, an
+        end before the start.
         """
         self.project.require_writable()
         prepared = [dict(record) for record in records]
         for record in prepared:
             if record.get("id") is None:
                 record["id"] = self.new_job_id()
-            if isinstance(record.get("status"), str):
-                record["status"] = job_record.ledger_word(record["status"])
+            if isinstance(record.get("status"), str):  # an unknown word is refused with the record's number, below
+                record["status"] = job_record.LEDGER_WORD.get(record["status"], record["status"])
             if isinstance(record.get("inputs"), dict) or private or self.inputs != "full":
                 record["inputs"] = job_record.shortened_inputs(
                     record.get("inputs"), policy=self.inputs, private=private
                 )
         with files.lock(self.path):
-            lines = [self._completed(record, number) for number, record in enumerate(prepared, 1)]
+            started = self._starts_of(prepared)
+            lines = []
+            for number, record in enumerate(prepared, 1):
+                line = self._completed(record, number, not_before=started.get(str(record["id"])))
+                if line["status"] == "running":
+                    started.setdefault(line["id"], line["ts"])
+                lines.append(line)
             self._refuse_contradictions(lines)
+            _refuse_early_ends(lines, started)
             self._append_locked(lines)
         return lines
 
@@ -242,10 +251,23 @@ class Ledger:
         self._known = job_index.refresh(self._known, self.path, self.head, self._cache, may_save=self._keeps_caches)
         return self._known
 
-    def _completed(self, record: dict[str, Any], number: int | None = None) -> dict[str, Any]:
-        """The record as a line: money rounded, time filled in, checked."""
+    def _starts_of(self, records: Sequence[dict[str, Any]]) -> dict[str, str]:
+        """`ts` of the line with which a job of these records started, where one is open and says so."""
+        offsets = self._index().open
+        jobs = {str(record["id"]) for record in records} & offsets.keys()
+        found = {job: (self._record_at(offsets[job]) or {}).get("ts") for job in jobs}
+        return {job: ts for job, ts in found.items() if ts}
+
+    def _completed(
+        self, record: dict[str, Any], number: int | None = None, *, not_before: str | None = None
+    ) -> dict[str, Any]:
+        """The record as a line: money rounded, time filled in, checked.
+
+        not_before: when the job's first line was written. A clock that was set back since does not end a job before it.
+        """
         if record.get("ts") is None:
-            record["ts"] = timestamp(self.clock.now())
+            now = self.clock.now()
+            record["ts"] = not_before if not_before and parse_timestamp(not_before) > now else timestamp(now)
         for key in ("cost_usd", "duration_s"):
             value = record.get(key)
             if isinstance(value, Decimal | float) and abs(value) < 1e15:
@@ -318,6 +340,20 @@ class Ledger:
                 if record is not None:
                     yield record
                 end = start
+
+
+def _refuse_early_ends(lines: list[dict[str, Any]], started: dict[str, str]) -> None:
+    for number, line in enumerate(lines, 1):
+        began = started.get(line["id"], line["ts"])
+        for key, value, start in (
+            ("ts", line["ts"], began),
+            ("completed_at", line.get("completed_at"), line.get("started_at")),
+        ):
+            if value and start and parse_timestamp(value) < parse_timestamp(start):
+                raise UsageError(
+                    f"record {number}: /{key} is {value}, before {line['id']} started at {start}",
+                    next_step=f"correct {key} and give it again",
+                )
 
 
 def read_records(data: bytes, name: str) -> list[dict[str, Any]]:
