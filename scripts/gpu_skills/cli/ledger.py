@@ -11,6 +11,7 @@ import click
 from gpu_skills.cli.base import LazyGroup, command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.output import Output
+from gpu_skills.units import counted
 
 _HERE = "gpu_skills.cli.ledger:"
 ledger = LazyGroup(
@@ -74,9 +75,9 @@ def verify(context: Context) -> Output:
     if hidden:
         lines.append(f"… and {hidden} more")
     lines += [f"accepted {a.get('ts')}: {a.get('reason')}" for a in result.accepted]
-    state = "all is well" if result.ok else f"{result.problem_count} problems"
+    state = "all is well" if result.ok else counted(result.problem_count, "problem")
     unsealed = f", {result.unsealed_lines} not sealed yet" if result.unsealed_lines else ""
-    lines.append(f"{result.lines} lines{unsealed}: {state}")
+    lines.append(f"{counted(result.lines, 'line')}{unsealed}: {state}")
     hints = [] if result.ok else ["an honest change by hand is accepted with: gpu ledger reseal --reason TEXT"]
     return Output(result.to_dict(), "\n".join(lines), exit_code=0 if result.ok else 2, hints=hints)
 
