@@ -354,3 +354,21 @@ def test_the_quick_look_at_a_policy_lets_nothing_pass_that_its_schema_refuses(ca
 
 def test_the_quick_look_takes_the_policy_that_gpu_init_writes():
     assert quick_check.fits(json.loads(resources.template("policy.json").read_text()), "policy")
+
+
+def test_a_ceiling_that_is_missed_by_less_than_a_cent_is_shown_exactly():
+    found = check(
+        combine([("project", ceilings(rate_usd_hr=2, job_usd=5))]),
+        cost_usd="5.000001", rate_usd_hr="2.000001", deadline_h=None, provider=None, spent=Spent(), reserved_usd=Decimal(0),
+    )  # fmt: skip
+    assert [str(v) for v in found] == [
+        "$5.000001 exceeds the job ceiling of $5 (project)",
+        "$2.000001 exceeds the rate_usd_hr ceiling of $2 (project)",
+    ]
+
+
+def test_a_link_to_a_policy_that_is_not_there_is_not_no_policy(project, tmp_path):
+    user_file().parent.mkdir(parents=True, exist_ok=True)
+    user_file().symlink_to(tmp_path / "unmounted/policy.json")
+    with pytest.raises(PolicyMissing, match="a link to nothing"):
+        policy.load(project, os.environ, system=tmp_path / "none.json")

@@ -139,6 +139,8 @@ def _read(origin: str, path: Path) -> dict[str, Any] | None:
     except StateError as exc:
         raise refused(exc.details["at"], exc.details["problem"]) from exc
     if raw is None:
+        if path.is_symlink():  # somebody's policy, on a disk that is not there today
+            raise refused("", "found a link to nothing, allowed is a file")
         if origin != "project":
             return None
         raise PolicyMissing(file=shown, reason="there is no such file", origin=origin)
@@ -318,7 +320,10 @@ class Violation:
         if self.ceiling == "allowed_providers":
             return f"provider {self.asked} is not among the allowed ones ({', '.join(self.limit) or 'none'}; {origin})"
         name = self.ceiling.rpartition("_")[0] if self.ceiling in MONEY else self.ceiling
-        limit, left, asked = (_shown(self.ceiling, value) for value in (self.limit, self.left, self.asked))
+        values = (self.limit, self.left, self.asked)
+        limit, left, asked = (_shown(self.ceiling, value) for value in values)
+        if asked == left and "usd" in self.ceiling:  # more by less than a cent
+            limit, left, asked = (f"${value.normalize():f}" for value in values)
         kept = "" if self.left == self.limit else f", of which {left} is left"
         return f"{asked} exceeds the {name} ceiling of {limit}{kept} ({origin})"
 
