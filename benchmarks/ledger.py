@@ -152,7 +152,9 @@ def _peak_mb(ledger: Path) -> float:
     program = (
         "import resource, sys; from pathlib import Path; from gpu_skills.state import spend; p = Path(sys.argv[1])\n"
         "spend.total(p, p.with_name('none'), may_save=False)\n"
-        "own, forks = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
+        # Not ru_maxrss of its own: that starts with the size of the process it was started from.
+        "own = int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])\n"
+        "forks = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss\n"
         "import os; print(own + forks * (min(os.cpu_count() or 1, 4) - 1))"
     )
     kilobytes = int(_run(sys.executable, "-c", program, ledger, cwd=ledger.parent))
