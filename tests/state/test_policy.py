@@ -359,7 +359,8 @@ def test_the_quick_look_takes_the_policy_that_gpu_init_writes():
 def test_a_ceiling_that_is_missed_by_less_than_a_cent_is_shown_exactly():
     found = check(
         combine([("project", ceilings(rate_usd_hr=2, job_usd=5))]),
-        cost_usd="5.000001", rate_usd_hr="2.000001", deadline_h=None, provider=None, spent=Spent(), reserved_usd=Decimal(0),
+        cost_usd="5.000001", rate_usd_hr="2.000001", deadline_h=None, provider=None, spent=Spent(),
+        reserved_usd=Decimal(0),
     )  # fmt: skip
     assert [str(v) for v in found] == [
         "$5.000001 exceeds the job ceiling of $5 (project)",
