@@ -318,6 +318,14 @@ def test_query_shows_numbers_that_no_record_may_have(state, gpu):
     ]
 
 
+def test_a_ledger_too_large_for_a_query_is_refused_before_it_is_read(state, gpu):
+    with open(state / "jobs.jsonl", "wb") as stream:
+        stream.truncate(70_000_000)
+    refused = gpu("ledger", "query", "length", "--json")
+    assert refused.exit_code == 2 and "the ledger has 70.0 MB" in refused.error["message"]
+    assert "jq -c" in refused.error["next_step"]
+
+
 def test_a_terminal_on_stdin_is_not_waited_for(state, gpu, terminal):
     refused = gpu("ledger", "append", "--json", stdin=terminal)
     assert refused.exit_code == 2 and "--file" in refused.error["message"]

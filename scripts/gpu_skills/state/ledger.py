@@ -15,7 +15,7 @@ from gpu_skills.errors import JobNotFound, StateError, UsageError
 from gpu_skills.state import chain, files, job_index, job_record, journal, strict_json
 from gpu_skills.state.job_record import JOB_ID, STATE, TERMINAL_WORDS, is_terminal
 from gpu_skills.state.project import Project
-from gpu_skills.units import json_number
+from gpu_skills.units import format_bytes, json_number
 
 if TYPE_CHECKING:
     from gpu_skills.state.ledger_verify import Verification
@@ -207,9 +207,18 @@ class Ledger:
         return [journal.parse_line(line, number) for number, line in enumerate(chosen, 1)]
 
     def query(self, program: str, *, timeout_s: float = 5.0) -> list[Any]:
-        """Results of a jq program over all good lines as one array, run in a child that sees nothing else."""
+        """Results of a jq program over all good lines as one array, run in a child that sees nothing else.
+
+        UsageError for a ledger that is too large for that, before it is read.
+        """
         from gpu_skills.state import query
 
+        stamp = chain.stamp_of(self.path)
+        if stamp is not None and stamp.size > query.MAX_INPUT_BYTES:
+            raise UsageError(
+                f"the ledger has {format_bytes(stamp.size)}; a query takes up to {format_bytes(query.MAX_INPUT_BYTES)}",
+                next_step="ask the file itself, line by line: jq -c PROGRAM .pi/gpu/jobs.jsonl",
+            )
         lines = [r for _o, _n, r in journal.scan(self.path) if isinstance(r, dict)]
         return query.run(program, lines, timeout_s=timeout_s)
 

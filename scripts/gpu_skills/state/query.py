@@ -16,6 +16,7 @@ from gpu_skills.errors import MissingProgram, UsageError
 
 MEMORY_BYTES = 1 << 30
 MAX_RESULT_BYTES = 16 << 20
+MAX_INPUT_BYTES = 64 << 20  # more would neither be read in 5 s nor fit into the child's memory
 
 _CHILD = """
 import json, os, resource, sys
