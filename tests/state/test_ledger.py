@@ -7,7 +7,7 @@ import pytest
 
 from fake_clock import FakeClock
 from gpu_skills.errors import GpuError, JobNotFound, SchemaInvalid, StateError, StateNewer, UsageError
-from gpu_skills.state import files, journal, ledger, prefix_cache
+from gpu_skills.state import files, job_index, journal, ledger, prefix_cache
 from gpu_skills.state.ledger import Ledger
 from gpu_skills.state.project import Project
 
@@ -151,6 +151,18 @@ def test_jobs_are_listed_with_the_newest_start_first(book):
     assert [line["id"] for line in book.jobs(limit=1)] == [second] and book.last_id() == second
     assert [line["id"] for line in book.jobs(status="running")] == [second]
     assert book.jobs(status="timeout") == []
+
+
+def test_jobs_are_counted_without_being_kept(book, monkeypatch):
+    records = [{"id": f"J-{n:06d}", "status": word} for n in range(1, 31) for word in ("running", "failed")]
+    book.append(records)
+    with open(book.path, "ab") as stream:
+        stream.write(b'{"id": 7, "status": "failed"}\n[]\n{"id": "J-000001", "status": []}\nnot json\n')
+        stream.write(b'{"id": "J-000031", "status": "running"}')
+    assert book.count_jobs() == 31
+    monkeypatch.setattr(job_index, "_BULK_BYTES", 0)
+    monkeypatch.setattr(job_index, "_AT_ONCE_BYTES", 0)
+    assert book.count_jobs() == 31 == len(book.jobs())
 
 
 @pytest.mark.subprocess

@@ -145,8 +145,7 @@ def run(
 def ls(context: Context, limit: int) -> Output:
     """List jobs, newest first. Reads only."""
     _settle_all(context)
-    everything = context.ledger.jobs(limit=None)
-    shown = everything[:limit]
+    shown = context.ledger.jobs(limit=limit)
     documents = [line_document(context, line) for line in shown]
     rows = [
         [
@@ -165,7 +164,7 @@ def ls(context: Context, limit: int) -> Output:
         if rows
         else "no jobs yet: gpu job run -- CMD"
     )
-    left_out = len(everything) - len(shown)
+    left_out = max(0, context.ledger.count_jobs() - len(shown))
     if left_out:
         text += f"\n… and {left_out} more (--limit)"
     return Output({"jobs": documents, "left_out": left_out}, text)

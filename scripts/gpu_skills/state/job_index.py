@@ -78,6 +78,22 @@ def refresh(index: JobIndex | None, ledger: Path, head: Path, cache: Path, *, ma
     return index
 
 
+def count(ledger: Path) -> int:
+    """How many jobs the ledger names, whatever else its lines hold."""
+    stamp = chain.stamp_of(ledger)
+    if stamp is None:
+        return 0
+    decode, numbers = _decoder(JobIndex(), stamp.size), set()
+    for _offset, line in _lines(ledger, 0, stamp.size):
+        try:
+            identity, status = decode(line)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        if isinstance(identity, str) and JOB_ID.fullmatch(identity) and isinstance(status, str) and status in STATE:
+            numbers.add(int(identity[2:]))
+    return len(numbers)
+
+
 def _from_cache(cache: Path, ledger: Path, head: Path, may_save: bool) -> JobIndex:
     prefix = prefix_cache.load(cache, ledger, chain.last_seal(head), may_save=may_save)
     try:

@@ -186,6 +186,9 @@ class Ledger:
         chosen.sort(key=lambda r: first_at[r["id"]], reverse=True)
         return chosen if limit is None else chosen[:limit]
 
+    def count_jobs(self) -> int:
+        return job_index.count(self.path)
+
     def open_jobs(self) -> list[dict[str, Any]]:
         """Last lines of the jobs that have no end yet, oldest first."""
         found = (self._record_at(offset) for offset in sorted(self._index().open.values()))
