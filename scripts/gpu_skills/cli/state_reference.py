@@ -107,7 +107,7 @@ RECORDS = (
         "Replaced by every pull. Until it is `final`, `gpu destroy` refuses to give back the machine.",
     ),
     StateFile("jobs/ended", "jobs/ID/ended.json", "Written just before the ledger's terminal line."),
-    StateFile("jobs/abandoned", "jobs/ID/abandoned.json", "Written by `gpu destroy --abandon-outputs`."),
+    StateFile("jobs/abandoned", "jobs/ID/abandoned.json", "Written by `gpu destroy --abandon-outputs JOB`."),
     StateFile("jobs/events_cursor", "jobs/ID/events_cursor.json", "Without it events are read from the first again."),
     StateFile("jobs/events", "jobs/ID/events.jsonl", "Copied from the machine; what is no such line is left out."),
 )
