@@ -385,7 +385,8 @@ def test_required_inputs_that_would_be_missing_are_all_told_with_their_reason(tm
 def test_required_inputs_may_be_absolute_or_reached_through_a_link(tmp_path: Path) -> None:
     write(tmp_path, "v1/weights")
     (tmp_path / "current").symlink_to("v1")
-    pack.pack(tmp_path, require_inputs=[str(tmp_path / "v1"), "current/weights", "."])
+    packed = pack.pack(tmp_path, require_inputs=[str(tmp_path / "v1"), "current/weights", "."])
+    assert {entry.path for entry in packed.tree.entries} == {b"current", b"v1/weights"}
 
 
 def test_too_much_to_upload_tells_bytes_and_the_five_largest_entries_without_reading_them(tmp_path: Path) -> None:
