@@ -225,6 +225,12 @@ class StateError(UsageError):
     next_step = "edit {file}, then: gpu doctor"
 
 
+class PlanUnknown(UsageError):
+    code = "plan_unknown"
+    template = "there is no plan {plan}"
+    next_step = "gpu plan --freeze"
+
+
 # exit 3 ------------------------------------------------------------------------------------------------------------
 
 
@@ -323,12 +329,64 @@ class NetworkDenied(Refused):
     next_step = "read docs/external-access.md"
 
 
+class PlanRefused(Refused):
+    """reasons: all of them, each {code, message}; the first code is what to branch on when there is one only."""
+
+    code = "plan_refused"
+    template = "{summary}"
+    next_step = "change gpu.yaml or the flags, then run gpu plan again"
+
+
+class Unguarded(Refused):
+    """The machine's own key is not proven to end billing on this account, so the second layer has to be there."""
+
+    code = "sentinel_missing"
+    template = "no machine is made on {provider} before the sentinel passed: {reason}"
+    next_step = "gpu sentinel --provider {provider}"
+
+
+class Protected(Refused):
+    code = "machine_protected"
+    template = "machine {machine} is protected"
+    next_step = "gpu approve --machine {machine} --statement TEXT"
+
+
 # exit 4 ------------------------------------------------------------------------------------------------------------
 
 
 class ApprovalNeeded(GpuError):
     code = "approval_missing"
     exit_code = 4
+
+
+class PlanChanged(ApprovalNeeded):
+    code = "plan_changed"
+    template = "plan {plan} does not say what it said when it was frozen"
+    next_step = "gpu plan --freeze"
+
+
+class PlanPriceMismatch(ApprovalNeeded):
+    code = "plan_price_mismatch"
+    template = "{reason}"
+    next_step = "gpu plan --freeze"
+
+
+class ApprovalExpired(ApprovalNeeded):
+    code = "approval_expired"
+    template = "{reason}"
+    next_step = "gpu plan --freeze"
+
+
+class ApprovalUsed(ApprovalNeeded):
+    code = "approval_used"
+    template = "{reason}"
+    next_step = "gpu plan --freeze"
+
+
+class ApprovalInvalid(ApprovalNeeded):
+    code = "approval_invalid"
+    template = "{reason}"
+    next_step = "gpu approve --show {plan}"
 
 
 # exit 5 ------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,12 @@ VRAM_TOLERANCE = 0.9
 
 @dataclass(frozen=True)
 class Machine:
-    """vram_gb: the size class of one GPU. endpoint None: this machine. session: what the machine was last told."""
+    """vram_gb: the size class of one GPU. endpoint None: this machine. session: what the machine was last told.
+
+    Of a rented one beside that: `host` is the provider's own id of the instance, or the machine's id before there is
+    one. intent: the create that made it. deadline_at None: no fuse. plan: SHA-256 of what was approved. host_key: the
+    physical machine, as memory knows it. conditions: preempted, outbid, stop_failed, suspect, protected, foreign.
+    """
 
     id: str
     provider: str
@@ -43,21 +48,45 @@ class Machine:
     endpoint: SshEndpoint | None = None
     root: str | None = None
     session: dict[str, Any] | None = None
+    label: str | None = None
+    machine_class: str | None = None
+    intent: str | None = None
+    plan: str | None = None
+    account: str | None = None
+    host_key: str | None = None
+    disk_gb: float | None = None
+    storage_usd_hr: Decimal | None = None
+    conditions: tuple[str, ...] = ()
+    created_at: str | None = None
+    ready_at: str | None = None
+    deadline_at: str | None = None
+    last_seen_at: str | None = None
+    destroyed_at: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rate_json(self) -> int | float:
         return json_number(self.rate_usd_hr)
 
+    @property
+    def is_rented(self) -> bool:
+        """It bills at a provider, and is ours to destroy."""
+        return self.provider not in registry.OWN_HOSTS
+
+    @property
+    def instance_id(self) -> str | None:
+        """The provider's id of a rented machine; None while nobody knows whether there is one."""
+        return self.host if self.is_rented and self.host != self.id else None
+
     def to_record(self) -> dict[str, Any]:
         endpoint = None
         if self.endpoint is not None:
             endpoint = {k: v for k, v in vars(self.endpoint).items() if v is not None}
-        return {
+        record = {
             **self.extra,
             "id": self.id,
             "provider": self.provider,
-            "instance_id": self.host,
+            "instance_id": self.instance_id if self.is_rented else self.host,
             "status": self.status,
             "rate_usd_hr": self.rate_json,
             "gpu": self.gpu,
@@ -67,23 +96,19 @@ class Machine:
             "root": self.root,
             "session": self.session,
         }
+        for key, name in _RENTED.items():
+            value = getattr(self, name)
+            if value is not None and value != ():
+                record[key] = list(value) if isinstance(value, tuple) else value
+        if self.storage_usd_hr is not None:
+            record["storage_usd_hr"] = json_number(self.storage_usd_hr)
+        return record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Machine:
-        known = {
-            "id",
-            "provider",
-            "instance_id",
-            "status",
-            "rate_usd_hr",
-            "gpu",
-            "gpu_count",
-            "vram_gb",
-            "ssh",
-            "root",
-            "session",
-        }
         ssh = record.get("ssh")
+        storage = record.get("storage_usd_hr")
+        rented = {name: record.get(key) for key, name in _RENTED.items()}
         return cls(
             id=record["id"],
             provider=record["provider"],
@@ -96,8 +121,32 @@ class Machine:
             endpoint=_endpoint(ssh) if isinstance(ssh, dict) else None,
             root=record.get("root"),
             session=record.get("session"),
-            extra={k: v for k, v in record.items() if k not in known},
+            **{**rented, "conditions": tuple(rented["conditions"] or ())},
+            storage_usd_hr=None if storage is None else Decimal(str(storage)),
+            extra={k: v for k, v in record.items() if k not in _KNOWN},
         )
+
+
+# Key of the record → field. Written where there is something to say; a host of the user's own has none of it.
+_RENTED = {
+    "label": "label",
+    "class": "machine_class",
+    "intent": "intent",
+    "plan": "plan",
+    "account": "account",
+    "host_key": "host_key",
+    "disk_gb": "disk_gb",
+    "conditions": "conditions",
+    "created_at": "created_at",
+    "ready_at": "ready_at",
+    "deadline_at": "deadline_at",
+    "last_seen_at": "last_seen_at",
+    "destroyed_at": "destroyed_at",
+}
+_KNOWN = {
+    "id", "provider", "instance_id", "status", "rate_usd_hr", "gpu", "gpu_count", "vram_gb", "ssh", "root", "session",
+    "storage_usd_hr", *_RENTED,
+}  # fmt: skip
 
 
 def _endpoint(ssh: dict[str, Any]) -> SshEndpoint:
@@ -199,7 +248,7 @@ def open_session(project: Project, config: GpuConfig, link: Link, *, clock: Cloc
         link.machine,
         status="ready",
         session=current,
-        extra={**link.machine.extra, "last_seen_at": timestamp(clock.now())},
+        last_seen_at=timestamp(clock.now()),
     )
     save(project, machine)
     link.machine = machine

@@ -1,0 +1,61 @@
+"""What the lifecycle works with: the records, the providers, the clock, and what only the layers above can know.
+
+`cli/context.py` builds it; tests build it on a sandbox. Nothing in `lifecycle/` finds any of these by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpu_skills.clock import Clock
+from gpu_skills.state.ledger import Ledger
+from gpu_skills.state.policy import Policy
+from gpu_skills.state.project import Project
+
+if TYPE_CHECKING:
+    from gpu_skills.lifecycle.connect import Link
+    from gpu_skills.lifecycle.machines import Machine
+    from gpu_skills.providers.base import RentedReader, RentedWriter
+
+
+def _nothing(machine_id: str) -> list[str]:
+    return []
+
+
+def _silent(line: str) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """reader, writer, account: by the provider's name; writer raises ModeForbids in Audit. account: what names the
+    account behind our key, for what projects share about it.
+
+    connect: raises RemoteError kinds. running_jobs, unverified: job ids of a machine, as the ledger and the job folders
+    have them: what runs there, and whose outputs are nowhere but there.
+    say: one line for a person who waits. notify: (event, machine or job id, facts); never raises.
+    """
+
+    project: Project
+    ledger: Ledger
+    clock: Clock
+    policy: Callable[[], Policy]
+    environ: Mapping[str, str]
+    reader: Callable[[str], RentedReader]
+    writer: Callable[[str], RentedWriter]
+    account: Callable[[str], str]
+    connect: Callable[[Machine], Link]
+    running_jobs: Callable[[str], list[str]] = _nothing
+    unverified: Callable[[str], list[str]] = _nothing
+    say: Callable[[str], None] = _silent
+    notify: Callable[..., None] = field(default=lambda event, subject, **facts: None)
+
+    @property
+    def user_state(self) -> Path:
+        """What all projects of this user share: accounts, sentinel passes, keys."""
+        from gpu_skills.userdirs import state_dir
+
+        return state_dir(self.environ)
