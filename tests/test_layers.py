@@ -160,6 +160,7 @@ ALLOWED = {
     ("state/query.py", "process"): "a jq program that must not see our environment",
     ("state/spend.py", "process"): "adds up a long ledger on all CPUs",
     ("state/spend.py", "write"): "the pipe from those processes",
+    ("lifecycle/runs.py", "write"): "the empty file whose lock says that a run is worked on",
     # beside them
     ("jobs/collect.py", "write"): "the folders of outputs in the user's project",
     ("cli/demo.py", "write"): "a copy of the example in a folder that is the user's own",

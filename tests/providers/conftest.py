@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,9 @@ from gpu_skills.providers.runpod import RunpodReader, RunpodWriter, connect_runp
 from gpu_skills.providers.vast import VastReader, VastWriter, connect_vast
 from gpu_skills.sandbox import Sandbox
 from sandbox_fixture import login_key, make_sandbox
+from vendor_clock import VendorClock
 
 __all__ = ["login_key", "make_sandbox"]
-
-
-class VendorClock:
-    """Waiting moves the vendor's time, so pauses and limits are kept without lasting."""
-
-    def __init__(self, sandbox: Sandbox):
-        self._sandbox = sandbox
-        self.slept: list[float] = []
-
-    def now(self) -> datetime:
-        return datetime.fromtimestamp(self._sandbox.world.now(), UTC)
-
-    def monotonic(self) -> float:
-        return self._sandbox.world.now()
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self._sandbox.advance(seconds)
 
 
 @dataclass

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpu_skills.credentials import Credential
     from gpu_skills.lifecycle.connect import Link
     from gpu_skills.lifecycle.machines import Machine
+    from gpu_skills.lifecycle.operator import Operator
     from gpu_skills.providers.base import Offer, RentedReader, RentedWriter
     from gpu_skills.state.ledger import Ledger
     from gpu_skills.state.policy import Policy
@@ -46,6 +47,7 @@ class Context:
         self._system_policy = system_policy
         self._wire = wire
         self._clients: dict[Credential, Any] = {}
+        self._accounts: dict[str, str] = {}
         self._open: list[Link] = []
         self.json = False
         self.mode_flag: str | None = None
@@ -185,6 +187,35 @@ class Context:
                 key, environ=self.environ, clock=self.clock, state_dir=state_dir, wire=self._wire
             )
         return self._clients[key]
+
+    def account(self, name: str) -> str:
+        """What names the account behind the key of a rented provider: its own word, else the key's fingerprint."""
+        if name not in self._accounts:
+            key = self.provider_key(name)
+            self._accounts[name] = self.provider(name).check_key() or key.account
+        return self._accounts[name]
+
+    @cached_property
+    def operator(self) -> Operator:
+        """What the lifecycle works with."""
+        from gpu_skills.jobs import gone
+        from gpu_skills.lifecycle.operator import Operator
+
+        return Operator(
+            project=self.project,
+            ledger=self.ledger,
+            clock=self.clock,
+            policy=lambda: self.policy,
+            environ=self.environ,
+            reader=self.provider,
+            writer=self.provider_writer,
+            account=self.account,
+            connect=self.connect,
+            running_jobs=lambda machine: gone.running_on(self.ledger, machine),
+            unverified=lambda machine: gone.unverified_on(self.project, self.ledger, machine),
+            settle_jobs=lambda machine, why: gone.end_jobs(self.project, self.ledger, self.clock, machine, why),
+            say=say,
+        )
 
     def note_provider(self, name: str) -> None:
         """Keep on record that a provider's key was accepted, and where it came from; never the key."""

@@ -170,6 +170,18 @@ def save(project: Project, machine: Machine) -> None:
     registry.put(project, "machines", machine.to_record())
 
 
+def update(project: Project, id: str, change: Callable[[Machine], Machine], *, clock: Clock | None = None) -> Machine:
+    """Change a machine as it is on record now, under the lock of the file; StateError when there is none.
+
+    The one way to change a rented one: a record saved whole would bring back what another process changed meanwhile.
+    change has no effects, it may be applied again. `destroyed` and `lost` never change.
+    """
+    record = registry.change(
+        project, "machines", id, lambda record: change(Machine.from_record(record)).to_record(), clock=clock
+    )
+    return Machine.from_record(record)
+
+
 def machine_of(offer: Offer) -> Machine:
     return Machine(
         id=machine_id(offer.provider, offer.offer_id),

@@ -25,6 +25,10 @@ def _nothing(machine_id: str) -> list[str]:
     return []
 
 
+def _settles_nothing(machine_id: str, why: str) -> None:
+    return None
+
+
 def _silent(line: str) -> None:
     return None
 
@@ -35,7 +39,8 @@ class Operator:
     account behind our key, for what projects share about it.
 
     connect: raises RemoteError kinds. running_jobs, unverified: job ids of a machine, as the ledger and the job folders
-    have them: what runs there, and whose outputs are nowhere but there.
+    have them: what runs there, and whose outputs are nowhere but there. settle_jobs: (machine id, why) ends in the
+    ledger what can no longer end there, before the machine's own time is booked.
     say: one line for a person who waits. notify: (event, machine or job id, facts); never raises.
     """
 
@@ -50,6 +55,7 @@ class Operator:
     connect: Callable[[Machine], Link]
     running_jobs: Callable[[str], list[str]] = _nothing
     unverified: Callable[[str], list[str]] = _nothing
+    settle_jobs: Callable[[str, str], None] = _settles_nothing
     say: Callable[[str], None] = _silent
     notify: Callable[..., None] = field(default=lambda event, subject, **facts: None)
 

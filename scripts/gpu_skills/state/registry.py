@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,41 @@ def put(project: Project, kind: str, record: dict[str, Any], *, clock: Clock | N
     records = files.update(path, with_record, default=[])
     _note_destroyed(project, kind, records, clock or SystemClock())
     return record
+
+
+def change(
+    project: Project,
+    kind: str,
+    identity: str,
+    function: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """Change the record of an id as it is on disk now, under the lock of the file; StateError when there is none.
+
+    function has no effects: it may be applied again. The rules are those of `put`.
+    """
+    project.require_writable()
+    path = _path(project, kind)
+    changed: list[dict[str, Any]] = []
+
+    def with_change(before: Any) -> list[Any]:
+        records = _array(before, path)
+        places = [n for n, r in enumerate(records) if isinstance(r, dict) and r.get("id") == identity]
+        if len(places) != 1:
+            raise StateError(file=path.name, at="", problem=f"found {identity} {len(places)} times, allowed is once")
+        record = function(records[places[0]])
+        if not quick_check.fits(record, kind):
+            from gpu_skills import schemas
+
+            schemas.check(record, kind, file="record", next_step=f"gpu registry validate {kind}")
+        _refuse(_rule_broken(kind, record) or _transition_broken(kind, records[places[0]], record), kind, record)
+        changed[:] = [record]
+        return [record if n == places[0] else r for n, r in enumerate(records)]
+
+    records = files.update(path, with_change, default=[])
+    _note_destroyed(project, kind, records, clock or SystemClock())
+    return changed[0]
 
 
 def validate(project: Project, kinds: Collection[str] = KINDS) -> list[Problem]:

@@ -1,0 +1,174 @@
+"""A run: what one approval set going. At most one exists per approval, and it is what uses the approval up.
+
+`<user's state>/runs/<approval>.json` is committed whole; its own lock is held by the process that works on it and
+freed by its death. The run belongs to the user, not the project: a second state directory of the same project finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from gpu_skills.errors import ApprovalUsed, StateBusy, StateError
+from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.state import files
+
+State = Literal["open", "won", "exhausted", "closed"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One create. label and deadline_at are frozen before it is sent. result: as of an intent; None: nobody knows.
+
+    is_over: nothing of it is left at the provider, and that was confirmed.
+    """
+
+    number: int
+    intent: str
+    machine_id: str
+    label: str
+    deadline_at: str | None
+    offer_id: str
+    gpu: str | None
+    rate_usd_hr: float | int
+    began_at: str
+    result: str | None = None
+    reason: str | None = None
+    is_over: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """account: name of the account's directory, by which its reservation is settled. owner: the state directory."""
+
+    approval_id: str
+    plan_sha256: str
+    project_id: str
+    provider: str
+    account: str
+    owner: str
+    reserved_usd: float | int
+    approval_expires_at: str
+    began_at: str
+    state: State = "open"
+    attempts: tuple[Attempt, ...] = ()
+    won: str | None = None  # intent
+    is_settled: bool = False
+
+    def to_record(self) -> dict[str, Any]:
+        return {**asdict(self), "attempts": [asdict(a) for a in self.attempts]}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Run:
+        return cls(**{**record, "attempts": tuple(Attempt(**a) for a in record["attempts"])})
+
+
+def owner_of(op: Operator) -> str:
+    """What names a state directory: its real path and its inode, so that a copy is another one."""
+    state = Path(os.path.realpath(op.project.state))
+    return f"{state}:{state.stat().st_ino}"
+
+
+def folder(op: Operator) -> Path:
+    return op.user_state / "runs"
+
+
+@contextlib.contextmanager
+def working_on(op: Operator, approval_id: str) -> Iterator[None]:
+    """Be the one process that works on a run. StateBusy when another does: follow it instead."""
+    path = folder(op) / f"{_checked(approval_id)}.work"
+    files.make_directory(path.parent)
+    # Outside the order of `files.lock`: it is held for minutes, while all the others come and go.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise StateBusy(
+                f"another gpu command works on approval {approval_id}", file=path.name, next_step="gpu status"
+            ) from exc
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_worked_on(op: Operator, approval_id: str) -> bool:
+    """Whether some process is at it now."""
+    try:
+        with working_on(op, approval_id):
+            return False
+    except StateBusy:
+        return True
+
+
+def load(op: Operator, approval_id: str) -> Run | None:
+    path = _path(op, approval_id)
+    record = files.read_json(path, default=None)
+    if record is None:
+        return None
+    try:
+        return Run.from_record(record)
+    except (TypeError, KeyError) as exc:
+        raise StateError(file=path.name, at="", problem="found something else, allowed is a run") from exc
+
+
+def all_runs(op: Operator) -> list[Run]:
+    """Of every project of this user, oldest first."""
+    found = [load(op, path.stem) for path in sorted(folder(op).glob("a_*.json"))]
+    return sorted((run for run in found if run is not None), key=lambda run: run.began_at)
+
+
+def own_runs(op: Operator) -> list[Run]:
+    """Those this very state directory began: what it has to finish, book and settle."""
+    owner = owner_of(op)
+    return [run for run in all_runs(op) if run.owner == owner]
+
+
+def create(op: Operator, run: Run) -> Run:
+    """Bind an approval. ApprovalUsed when it is bound already, unless by this very state directory and unfinished."""
+    path = _path(op, run.approval_id)
+    files.make_directory(path.parent)
+    with files.lock(path):
+        found = load(op, run.approval_id)
+        if found is None:
+            files.commit(path, files.dumps_pretty(run.to_record()), expected=None)
+            return run
+    require_ours(op, found)
+    return found
+
+
+def require_ours(op: Operator, run: Run) -> None:
+    if run.owner != owner_of(op):
+        raise ApprovalUsed(reason=f"approval {run.approval_id} was used in another state directory")
+
+
+def update(op: Operator, approval_id: str, change: Callable[[Run], Run]) -> Run:
+    """Read, change, commit under the lock of the file. change has no effects: it may be applied again."""
+
+    def changed(record: Any) -> Any:
+        return change(Run.from_record(record)).to_record()
+
+    return Run.from_record(files.update(_path(op, approval_id), changed))
+
+
+def with_attempt(run: Run, attempt: Attempt) -> Run:
+    """The run with this attempt in the place of the one of the same number, or added."""
+    others = tuple(a for a in run.attempts if a.number != attempt.number)
+    return replace(run, attempts=tuple(sorted((*others, attempt), key=lambda a: a.number)))
+
+
+def _path(op: Operator, approval_id: str) -> Path:
+    return folder(op) / f"{_checked(approval_id)}.json"
+
+
+def _checked(approval_id: str) -> str:
+    if not (approval_id.startswith("a_") and approval_id[2:].isalnum() and approval_id.isascii()):
+        raise StateError(
+            file="approvals.jsonl", at="", problem=f"found {approval_id[:40]!r}, allowed is an approval id"
+        )
+    return approval_id

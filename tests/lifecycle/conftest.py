@@ -1,0 +1,132 @@
+"""The lifecycle on a vendor of the sandbox: an Operator whose clock is the vendor's.
+
+def test_something(rig):
+    r = rig("vast")                 # a frozen clock: r.clock.sleep moves the vendor, nothing waits
+    r = rig("vast", real=True)      # machines that can be logged into; the vendor's clock still moves by sleep
+    r.op, r.sandbox, r.clock, r.reader, r.writer, r.project
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_skills.credentials import Credential
+from gpu_skills.lifecycle.connect import Link, connect
+from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.providers.runpod import RunpodReader, RunpodWriter, connect_runpod
+from gpu_skills.providers.vast import VastReader, VastWriter, connect_vast
+from gpu_skills.sandbox import Sandbox
+from gpu_skills.state import policy as policies
+from gpu_skills.state import project as projects
+from gpu_skills.state.ledger import Ledger
+from gpu_skills.state.project import Project
+from sandbox_fixture import login_key, make_sandbox
+from vendor_clock import VendorClock
+
+__all__ = ["login_key", "make_sandbox"]
+
+
+@dataclass
+class Rig:
+    """One project as a customer of one vendor. notices: what was notified, as (event, subject, facts)."""
+
+    vendor: str
+    sandbox: Sandbox
+    clock: VendorClock
+    reader: Any
+    writer: Any
+    op: Operator
+    notices: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def project(self) -> Project:
+        return self.op.project
+
+    def burning(self) -> set[str]:
+        """What costs money now, by the vendor's own meter."""
+        return {entry["resource"] for entry in self.sandbox.world.burning()}
+
+    def billed_usd(self) -> Decimal:
+        """The vendor's own bill, all resources."""
+        return self.sandbox.world.meter.total_usd(self.sandbox.world.now())
+
+    def calls(self, call: str) -> int:
+        return self.sandbox.world.calls[self.vendor, call]
+
+    @property
+    def creates(self) -> int:
+        return self.calls("create")
+
+    def fault(self, fault: str, call: str = "create", **args: Any) -> None:
+        times = args.pop("times", 1)
+        rule = {"match": {"provider": self.vendor, "call": call}, "fault": fault, "args": args, "times": times}
+        self.sandbox.world.apply_faults([rule])
+
+    def another(self, root: Path, *, project_id: str | None = None) -> Rig:
+        """A second project, or a second state directory of the same id, on the same account of the same user."""
+        project = projects.init(root, project_id=project_id)
+        op = replace(
+            self.op, project=project, ledger=Ledger(project, self.clock), policy=lambda: _policy(project, root)
+        )
+        return replace(self, op=op, notices=[])
+
+
+@pytest.fixture
+def rig(make_sandbox: Callable[..., Sandbox], tmp_path: Path) -> Callable[..., Rig]:
+    """`rig("vast", **options of Sandbox)`. The user's own files are below tmp_path / "user"."""
+
+    def make(vendor: str = "vast", **options: Any) -> Rig:
+        sandbox = make_sandbox(**{"limits": "virtual", "seed": 3, **options})
+        clock = VendorClock(sandbox)
+        user = tmp_path / "user"
+        environ = {
+            "HOME": str(user),
+            "XDG_STATE_HOME": str(user / "state"),
+            "XDG_CONFIG_HOME": str(user / "config"),
+            "PATH": os.environ["PATH"],
+            "VAST_URL": sandbox.url,
+            "RUNPOD_API_BASE_URL": sandbox.url,
+        }
+        key = Credential(vendor, sandbox.key(vendor), "test")
+        common: dict[str, Any] = {"clock": clock, "environ": environ, "state_dir": tmp_path / "pace"}
+        if vendor == "vast":
+            reader: Any = VastReader(connect_vast(key, **common), clock=clock)
+            writer: Any = VastWriter(reader.client)
+        else:
+            reader = RunpodReader(connect_runpod(key, **common))
+            writer = RunpodWriter(reader.client)
+        root = tmp_path / "project"
+        root.mkdir(exist_ok=True)
+        project = projects.init(root)
+
+        def link_to(machine: Any) -> Link:
+            return connect(machine, known_hosts=project.state / "known_hosts", environ=environ)
+
+        notices: list[tuple[str, str, dict[str, Any]]] = []
+        op = Operator(
+            project=project,
+            ledger=Ledger(project, clock),
+            clock=clock,
+            policy=lambda: _policy(project, root),
+            environ=environ,
+            reader=lambda name: reader,
+            writer=lambda name: writer,
+            account=lambda name: key.account,
+            connect=link_to,
+            notify=lambda event, subject, **facts: notices.append((event, subject, facts)),
+        )
+        return Rig(vendor, sandbox, clock, reader, writer, op, notices)
+
+    return make
+
+
+def _policy(project: Project, root: Path) -> policies.Policy:
+    environ = {"HOME": str(root), "XDG_CONFIG_HOME": str(root / "config")}
+    return policies.load(project, environ, system=root / "no-system-policy.json")
