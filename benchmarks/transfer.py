@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpu_skills.jobs.pack import pack
+from gpu_skills.lifecycle.ahead import Ahead
 from gpu_skills.remote.bulk import Bulk
 from gpu_skills.remote.session import Session
 from gpu_skills.remote.ssh import SshTransport
@@ -126,8 +127,9 @@ class _Bench:
         return Session.open(transport, root=str(self.folder / "root"))
 
     def upload(self, source: Path, project: str, *, rsync: bool = True, cache: Path | None = None) -> None:
+        ahead = Ahead(lambda: self.session(rsync=rsync))  # as `gpu job run` connects
         packed = pack(source, limit_bytes=1 << 40, cache_path=cache)
-        session = self.session(rsync=rsync)
+        session = ahead.take()
         upload(session, Bulk(session.transport), project, packed.tree)
         session.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from gpu_skills.clock import Clock, SystemClock
 if TYPE_CHECKING:
     from gpu_skills.config import GpuConfig
     from gpu_skills.credentials import Credential
+    from gpu_skills.lifecycle.ahead import Ahead
     from gpu_skills.lifecycle.connect import Link
     from gpu_skills.lifecycle.machines import Machine
     from gpu_skills.lifecycle.operator import Operator
@@ -49,6 +51,7 @@ class Context:
         self._clients: dict[Credential, Any] = {}
         self._accounts: dict[str, str] = {}
         self._open: list[Link] = []
+        self._ahead: dict[str, Ahead[Link]] = {}
         self.json = False
         self.mode_flag: str | None = None
         self.mode = "operate"
@@ -241,19 +244,33 @@ class Context:
         return bool(load_hosts(self.project.root, environ=self.environ))
 
     def connect(self, machine: Machine) -> Link:
-        if self._connect is not None:
-            link = self._connect(machine)
-        else:
-            from gpu_skills.lifecycle.connect import connect
-
-            link = connect(
-                machine,
-                known_hosts=self.project.state / "known_hosts",
-                environ=self.environ,
-                may_write=self.may_write,
-            )
+        ahead = self._ahead.pop(machine.id, None)
+        link = self._link_to(machine) if ahead is None else ahead.take()
         self._open.append(link)
         return link
+
+    def connect_ahead(self) -> None:
+        """Begin to connect to the project's machine while something else is prepared; `connect` takes it up.
+
+        Only to a host of the user's own: no machine is rented or started for this.
+        """
+        from gpu_skills.lifecycle.ahead import Ahead
+        from gpu_skills.lifecycle.machines import machine_of
+
+        if self.config.provider not in OWN_PROVIDERS:
+            return
+        for offer in self.offers()[:1]:
+            machine = machine_of(offer)
+            self._ahead[machine.id] = Ahead(functools.partial(self._link_to, machine))
+
+    def _link_to(self, machine: Machine) -> Link:
+        if self._connect is not None:
+            return self._connect(machine)
+        from gpu_skills.lifecycle.connect import connect
+
+        return connect(
+            machine, known_hosts=self.project.state / "known_hosts", environ=self.environ, may_write=self.may_write
+        )
 
     def ready_machine(self, *, progress: Callable[[str], None] = say) -> Link:
         """A link to the project's machine with an open session; sets it up when none is ready."""
@@ -281,6 +298,8 @@ class Context:
     def close(self) -> None:
         while self._open:
             self._open.pop().close()
+        while self._ahead:
+            self._ahead.popitem()[1].drop()
 
     # people -----------------------------------------------------------------------------------------------------
 

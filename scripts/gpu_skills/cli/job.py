@@ -101,6 +101,7 @@ def run(
         environ=context.environ,
         dotenv_root=context.project.root,
     )
+    context.connect_ahead()
     with byte_bar(context, "pack", before="looking at the files") as progress:
         packed = pack.pack(
             spec.directory,
