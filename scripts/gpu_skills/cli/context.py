@@ -216,7 +216,9 @@ class Context:
             connect=self.connect,
             running_jobs=lambda machine: gone.running_on(self.ledger, machine),
             unverified=lambda machine: gone.unverified_on(self.project, self.ledger, machine),
-            settle_jobs=lambda machine, why: gone.end_jobs(self.project, self.ledger, self.clock, machine, why),
+            settle_jobs=lambda machine, why, at=None: gone.end_jobs(
+                self.project, self.ledger, self.clock, machine, why, at=at
+            ),
             say=say,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ def _nothing(machine_id: str) -> list[str]:
     return []
 
 
-def _settles_nothing(machine_id: str, why: str) -> None:
+def _settles_nothing(machine_id: str, why: str, at: datetime | None = None) -> None:
     return None
 
 
@@ -39,8 +40,8 @@ class Operator:
     account behind our key, for what projects share about it.
 
     connect: raises RemoteError kinds. running_jobs, unverified: job ids of a machine, as the ledger and the job folders
-    have them: what runs there, and whose outputs are nowhere but there. settle_jobs: (machine id, why) ends in the
-    ledger what can no longer end there, before the machine's own time is booked.
+    have them: what runs there, and whose outputs are nowhere but there. settle_jobs: (machine id, why, at=when it went)
+    ends in the ledger what can no longer end there, before the machine's own time is booked.
     say: one line for a person who waits. notify: (event, machine or job id, facts); never raises.
     """
 
@@ -55,7 +56,7 @@ class Operator:
     connect: Callable[[Machine], Link]
     running_jobs: Callable[[str], list[str]] = _nothing
     unverified: Callable[[str], list[str]] = _nothing
-    settle_jobs: Callable[[str, str], None] = _settles_nothing
+    settle_jobs: Callable[..., object] = _settles_nothing
     say: Callable[[str], None] = _silent
     notify: Callable[..., None] = field(default=lambda event, subject, **facts: None)
 

@@ -199,6 +199,14 @@ class Ledger:
         found = (r["id"] for r in self._mentions(machine_id) if r.get("machine_id") == machine_id)
         return list(reversed(dict.fromkeys(found)))
 
+    def last_lines_on(self, machine_id: str) -> list[dict[str, Any]]:
+        """Last lines of all jobs that ran on a machine, in the order of their last line."""
+        last: dict[str, dict[str, Any]] = {}
+        for record in self._mentions(machine_id):
+            if record.get("machine_id") == machine_id:
+                last.setdefault(record["id"], record)
+        return list(reversed(last.values()))
+
     def tail(self, count: int = 10) -> list[dict[str, Any] | journal.Problem]:
         """The last lines as they stand, bad ones as problems, oldest first. Line numbers count from the first shown."""
         kept: list[bytes] = []
