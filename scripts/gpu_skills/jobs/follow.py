@@ -112,12 +112,14 @@ def follow(
     offset: int = 0,
     wait_s: float = 10,
     say: Callable[[str], None],
+    on_silence: Callable[[], None] = lambda: None,
 ) -> Iterator[Piece]:
     """Yield the log from `offset` until the job has ended and all of it was read.
 
     When nothing comes for wait_s the piece is empty.
 
     A cut connection is opened again and the reading goes on at the same byte: nothing twice, nothing left out.
+    on_silence: called after each try that failed; what it raises ends the following.
     Raises the last RemoteError after RECONNECT_FOR_S without an answer; the job goes on regardless.
     """
     broken_since: float | None = None
@@ -136,6 +138,7 @@ def follow(
                 say(f"connection to {link.host} lost; the job goes on, trying again")
             if now - broken_since > RECONNECT_FOR_S:
                 raise
+            on_silence()
             clock.sleep(pause_s)
             pause_s = min(pause_s * 2, 30)
             continue

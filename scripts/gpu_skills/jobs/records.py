@@ -85,6 +85,10 @@ class JobFolder:
         """Held from before the ledger line until the machine answered; free again when the submitter dies."""
         return files.lock(self.path / "submit", timeout_s=timeout_s)
 
+    def launching(self, *, timeout_s: float = 0):
+        """Held while a machine of the job's own is prepared and the job sent there; StateBusy: another command does."""
+        return files.lock(self.path / "launch", timeout_s=timeout_s)
+
     def collecting(self, *, timeout_s: float = 10.0):
         """Held while outputs are pulled: two pulls take turns, and a release waits."""
         return files.lock(self.path / "collect", timeout_s=timeout_s)

@@ -52,18 +52,23 @@ def start(
     env_values: Mapping[str, str],
     hf_token: str | None = None,
     copy: tuple[int, int] | None = None,
+    job: str | None = None,
+    plan: str | None = None,
+    resume: str | None = None,
 ) -> Submitted:
     """Take an id, write what is sent, then start. env_values: the whole user environment, secret values included.
 
-    copy: (index, count) when the same job is submitted several times.
+    copy: (index, count) when the same job is submitted several times. job: an id that was taken before; one that has
+    been written down already is started again as it is, which starts it once. plan: what it was approved by. resume:
+    where in its directory the checkpoint lies that it goes on from.
     Raises OutcomeUnknown when the machine may have started it: `gpu job status` tells.
     """
-    job = ledger.new_job_id()
+    job = job or ledger.new_job_id()
     folder = JobFolder(project, job)
-    nonce = secrets.token_hex(8)
     machine = link.machine
     secret_names = sorted({*spec.secret_names, *(["HF_TOKEN"] if hf_token else [])})
     with folder.submitting():
+        nonce = (folder.read("job") or {}).get("nonce") or secrets.token_hex(8)
         folder.write(
             "job",
             {
@@ -74,6 +79,7 @@ def start(
                 "gpu": machine.gpu,
                 "rate_usd_hr": machine.rate_json,
                 "created_at": timestamp(clock.now()),
+                **({"plan": plan} if plan else {}),
                 "spec": spec.to_record(),
                 "upload": {
                     "tree": report.tree,
@@ -84,22 +90,30 @@ def start(
                 },
             },
         )
-        ledger.start(
-            {
-                "id": job,
-                "deployment_id": None,
-                "machine_id": machine.id,
-                "provider": machine.provider,
-                "model": None,
-                "workflow": None,
-                "workflow_version": None,
-                "inputs": {"run": spec.run, "tree": report.tree, **({"label": spec.label} if spec.label else {})},
-                "gpu": machine.gpu,
-                "started_at": timestamp(clock.now()),
-            }
-        )
+        if ledger.latest(job) is None:
+            ledger.start(
+                {
+                    "id": job,
+                    "deployment_id": None,
+                    "machine_id": machine.id,
+                    "provider": machine.provider,
+                    "model": None,
+                    "workflow": None,
+                    "workflow_version": None,
+                    "inputs": {"run": spec.run, "tree": report.tree, **({"label": spec.label} if spec.label else {})},
+                    "gpu": machine.gpu,
+                    "started_at": timestamp(clock.now()),
+                    **({"plan": plan} if plan else {}),
+                }
+            )
         environment = job_environment(
-            link.session.greeting.root, project.project_id, job, user_env=env_values, hf_token=hf_token, copy=copy
+            link.session.greeting.root,
+            project.project_id,
+            job,
+            user_env=env_values,
+            hf_token=hf_token,
+            copy=copy,
+            resume=resume,
         )
         request = {
             "project": project.project_id,

@@ -23,13 +23,15 @@ def job_environment(
     openai_base_url: str | None = None,
     openai_api_key: str | None = None,
     copy: tuple[int, int] | None = None,
+    resume: str | None = None,
     file: str = "gpujob.yaml",
 ) -> dict[str, str]:
     """What a job finds in its environment, on top of what the machine's own login gives.
 
     root: the runner's folder on the machine, from its greeting. The user's variables win over everything that is not
     ours by name: `GPU_*`, `JAMBU_*` and the workspace names are a ConfigError, `file` says where they were written.
-    copy: (index, count) of a job that was submitted several times at once.
+    copy: (index, count) of a job that was submitted several times at once. resume: where in the job's directory the
+    checkpoint lies that it goes on from.
     """
     project = f"{root.rstrip('/')}/projects/{project_id}"
     folder = f"{project}/jobs/{job}"
@@ -43,6 +45,8 @@ def job_environment(
     ours = {prefix + name: value for prefix in _OURS for name, value in named.items()}
     if copy is not None:
         ours |= {"GPU_JOB_INDEX": str(copy[0]), "GPU_JOB_COUNT": str(copy[1])}
+    if resume is not None:
+        ours["GPU_RESUME_DIR"] = f"{folder}/src/{resume}"
     ours |= {"GPU_WORKSPACE": workspace, "KURA_WORKSPACE": workspace, "KURA_RUN_ID": job}
     environment = {
         "HF_HOME": f"{workspace}/cache/huggingface",

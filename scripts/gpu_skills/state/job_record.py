@@ -45,10 +45,11 @@ FIELDS = (
 JOB_ID = re.compile(r"J-\d{6,18}")
 MAX_INPUT_BYTES = 1024
 
-_TEXT_OR_NULL = ("deployment_id", "provider", "model", "workflow", "gpu", "error", "machine_id", "reason")
+_TEXT_OR_NULL = ("deployment_id", "provider", "model", "workflow", "gpu", "error", "machine_id", "reason", "plan")
 _TEXTS = (str, type(None))
 _TIME_OR_NULL = ("started_at", "completed_at")
-_AMOUNT_OR_NULL = ("duration_s", "cost_usd")
+_USD_OR_NULL = ("cost_usd", "wasted_usd")
+_AMOUNT_OR_NULL = ("duration_s", *_USD_OR_NULL)
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)")
 
 
@@ -127,8 +128,9 @@ def is_plainly_valid(record: Any) -> bool:
     for key in _TIME_OR_NULL:
         if get(key) is not None and not _is_plain_time(record[key]):
             return False
-    if (get("cost_usd") or 0) > MAX_USD:
-        return False
+    for key in _USD_OR_NULL:
+        if (get(key) or 0) > MAX_USD:
+            return False
     return (
         _is_plain_time(get("ts"))
         and (inputs is None or type(inputs) is dict)
@@ -157,7 +159,7 @@ def _fits(key: str, value: Any) -> bool:
     if key in _TEXT_OR_NULL:
         return type(value) is str
     if key in _AMOUNT_OR_NULL:
-        return _is_amount(value) and (key != "cost_usd" or value <= MAX_USD)
+        return _is_amount(value) and (key not in _USD_OR_NULL or value <= MAX_USD)
     if key in (*_TIME_OR_NULL, "ts"):
         return _is_time(value)
     match key:

@@ -288,7 +288,7 @@ class Ledger:
         if record.get("ts") is None:
             now = self.clock.now()
             record["ts"] = not_before if not_before and parse_timestamp(not_before) > now else timestamp(now)
-        for key in ("cost_usd", "duration_s"):
+        for key in ("cost_usd", "wasted_usd", "duration_s"):
             value = record.get(key)
             if isinstance(value, Decimal | float) and abs(value) < 1e15:
                 record[key] = json_number(Decimal(str(value)))
