@@ -274,7 +274,7 @@ def test_a_ceiling_that_was_written_may_exceed_the_default(tmp_path: Path) -> No
 
 def test_the_environment_speaks_for_every_key(tmp_path: Path) -> None:
     values = {
-        "provider": "ssh", "host": "4090", "compute.image": "img:1", "compute.gpu": "4090",
+        "provider": "ssh", "host": "4090", "compute.image": "img:1", "compute.image_gb": "8.5", "compute.gpu": "4090",
         "compute.candidates": "A100, L4", "compute.gpu_count": "2", "compute.min_vram_gb": "24",
         "compute.disk_gb": "1.5", "compute.max_rate_usd_hr": "0.30",
         "compute.capacity.mode": "wait", "compute.capacity.attempts": "7", "compute.capacity.interval": "5",

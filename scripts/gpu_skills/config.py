@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "provider": "local",
     "host": None,
     "compute.image": DEFAULT_IMAGE,
+    "compute.image_gb": None,
     "compute.gpu": None,
     "compute.candidates": [],
     "compute.gpu_count": 1,
@@ -55,7 +56,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Compute:
-    """min_vram_gb None: no GPU is needed. max_rate_usd_hr None: no ceiling here."""
+    """min_vram_gb None: no GPU is needed. max_rate_usd_hr None: no ceiling here. image_gb: the image on disk."""
 
     image: str
     gpu: str | None
@@ -65,6 +66,7 @@ class Compute:
     disk_gb: float
     max_rate_usd_hr: Decimal | None
     capacity: Capacity
+    image_gb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -395,6 +397,7 @@ def _built(settings: dict[str, _Setting], origins: dict[str, Origin]) -> GpuConf
                 attempts=int(value("compute.capacity.attempts")),
                 interval_s=seconds("compute.capacity.interval"),
             ),
+            image_gb=value("compute.image_gb"),
         ),
         runtime=Runtime(engine=value("runtime.engine")),
         lifecycle=Lifecycle(
