@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "scripts" / "gpu_skills"
 # From the ground up. On one line nobody imports its neighbour, except on the ground.
 GROUND = {
     "errors", "units", "clock", "doors", "resources", "userdirs", "schemas", "strict_yaml", "config", "credentials",
-    "bootstrap",
+    "bootstrap", "redaction",
 }  # fmt: skip
 LAYERS = [
     GROUND,
@@ -160,7 +160,10 @@ ALLOWED = {
     ("state/query.py", "process"): "a jq program that must not see our environment",
     ("state/spend.py", "process"): "adds up a long ledger on all CPUs",
     ("state/spend.py", "write"): "the pipe from those processes",
+    ("lifecycle/signatures.py", "process"): "asks `ssh-keygen -Y verify`, which changes nothing",
+    ("lifecycle/signatures.py", "write"): "who may sign, in a temporary folder, for ssh-keygen to read",
     ("lifecycle/runs.py", "write"): "the empty file whose lock says that a run is worked on",
+    ("lifecycle/channels.py", "network"): "messages to people: nothing here depends on one, and a lost one is reported",
     # beside them
     ("jobs/collect.py", "write"): "the folders of outputs in the user's project",
     ("cli/demo.py", "write"): "a copy of the example in a folder that is the user's own",
@@ -169,7 +172,19 @@ ALLOWED = {
     ("bootstrap.py", "process"): "runs the installer before any of this exists",
 }
 
-NETWORK_MODULES = {"socket", "requests", "urllib3", "http", "paramiko", "boto3", "botocore", "ftplib", "smtplib", "ssl"}
+NETWORK_MODULES = {
+    "socket",
+    "requests",
+    "urllib3",
+    "http",
+    "paramiko",
+    "boto3",
+    "botocore",
+    "ftplib",
+    "smtplib",
+    "ssl",
+    "apprise",
+}
 PROCESS_MODULES = {"subprocess", "multiprocessing", "pty"}
 OS_PROCESS = ("system", "popen", "exec", "spawn", "posix_spawn", "fork", "kill")
 OS_WRITES = {

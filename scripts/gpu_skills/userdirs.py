@@ -15,6 +15,22 @@ class NoHome(UsageError):
     next_step = "set HOME or {variable}"
 
 
+def account_state_dir() -> Path:
+    """As `state_dir`, whatever the environment says: below the home that the system has for this user. NoHome."""
+    import pwd
+
+    try:
+        place = pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        place = ""
+    if not os.path.isabs(place):
+        raise NoHome(
+            "the system knows no home directory of this user, and no other place is safe from the environment",
+            next_step="run gpu as a user with a home directory",
+        )
+    return Path(place) / ".local/state/gpu"
+
+
 def home(environ: Mapping[str, str] | None = None) -> str | None:
     """The user's home, or None for one without (a container's odd user id)."""
     environ = os.environ if environ is None else environ

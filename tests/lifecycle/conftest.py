@@ -121,6 +121,7 @@ def rig(make_sandbox: Callable[..., Sandbox], tmp_path: Path) -> Callable[..., R
             account=lambda name: key.account,
             connect=link_to,
             notify=lambda event, subject, **facts: notices.append((event, subject, facts)),
+            account_home=user,
         )
         return Rig(vendor, sandbox, clock, reader, writer, op, notices)
 

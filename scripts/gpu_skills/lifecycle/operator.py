@@ -43,6 +43,7 @@ class Operator:
     have them: what runs there, and whose outputs are nowhere but there. settle_jobs: (machine id, why, at=when it went)
     ends in the ledger what can no longer end there, before the machine's own time is booked.
     say: one line for a person who waits. notify: (event, machine or job id, facts); never raises.
+    account_home: of the computer's account; tests name another. No environment variable does.
     """
 
     project: Project
@@ -59,6 +60,7 @@ class Operator:
     settle_jobs: Callable[..., object] = _settles_nothing
     say: Callable[[str], None] = _silent
     notify: Callable[..., None] = field(default=lambda event, subject, **facts: None)
+    account_home: Path | None = None
 
     @property
     def user_state(self) -> Path:
@@ -66,3 +68,10 @@ class Operator:
         from gpu_skills.userdirs import state_dir
 
         return state_dir(self.environ)
+
+    @property
+    def account_state(self) -> Path:
+        """What must not follow the environment: which signed approvals are used up. Raises NoHome."""
+        from gpu_skills.userdirs import account_state_dir
+
+        return account_state_dir() if self.account_home is None else self.account_home / ".local/state/gpu"

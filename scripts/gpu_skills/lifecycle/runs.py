@@ -17,8 +17,10 @@ from typing import Any, Literal
 from gpu_skills.errors import ApprovalUsed, StateBusy, StateError
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.state import files
+from gpu_skills.userdirs import NoHome
 
 State = Literal["open", "won", "exhausted", "closed"]
+SIGNED_PREFIX = "a_s"  # of the ids of signed approvals; what follows `a_` in others is hexadecimal
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,20 @@ def owner_of(op: Operator) -> str:
     return f"{state}:{state.stat().st_ino}"
 
 
-def folder(op: Operator) -> Path:
-    return op.user_state / "runs"
+def folder(op: Operator, approval_id: str = "") -> Path:
+    """Where runs are kept: what a signature allowed by the account, out of reach of HOME and XDG_STATE_HOME.
+
+    An agent sets its own environment. With the marks below a directory that it names, one signature would be worth a
+    machine for each new name. The id says which place it is, so a policy that changes moves no mark.
+    """
+    place = op.account_state if approval_id.startswith(SIGNED_PREFIX) else op.user_state
+    return place / "runs"
 
 
 @contextlib.contextmanager
 def working_on(op: Operator, approval_id: str) -> Iterator[None]:
     """Be the one process that works on a run. StateBusy when another does: follow it instead."""
-    path = folder(op) / f"{_checked(approval_id)}.work"
+    path = folder(op, approval_id) / f"{_checked(approval_id)}.work"
     files.make_directory(path.parent)
     # Outside the order of `files.lock`: it is held for minutes, while all the others come and go.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -119,7 +127,8 @@ def load(op: Operator, approval_id: str) -> Run | None:
 
 def all_runs(op: Operator) -> list[Run]:
     """Of every project of this user, oldest first."""
-    found = [load(op, path.stem) for path in sorted(folder(op).glob("a_*.json"))]
+    names = {path.stem for place in _places(op) for path in place.glob("a_*.json")}
+    found = [load(op, name) for name in sorted(names)]  # each from its own place: one that lies elsewhere is nobody's
     return sorted((run for run in found if run is not None), key=lambda run: run.began_at)
 
 
@@ -162,8 +171,14 @@ def with_attempt(run: Run, attempt: Attempt) -> Run:
     return replace(run, attempts=tuple(sorted((*others, attempt), key=lambda a: a.number)))
 
 
+def _places(op: Operator) -> Iterator[Path]:
+    yield folder(op)
+    with contextlib.suppress(NoHome):  # an account without a home has no signed approvals
+        yield folder(op, SIGNED_PREFIX)
+
+
 def _path(op: Operator, approval_id: str) -> Path:
-    return folder(op) / f"{_checked(approval_id)}.json"
+    return folder(op, approval_id) / f"{_checked(approval_id)}.json"
 
 
 def _checked(approval_id: str) -> str:
