@@ -21,11 +21,12 @@ from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import PlanChanged, PlanUnknown, UsageError
 from gpu_skills.state import files
 from gpu_skills.state.project import Project
-from gpu_skills.units import json_number
+from gpu_skills.units import format_duration, json_number
 
 SCHEMA_VERSION = 1
 SHOWN_CHARS = 12  # of a name, where a person reads it
 MAX_PLAN_BYTES = 64 << 20
+EXPECTED_TIMES = 2  # so many times the expected time are still the same undertaking
 _NAME = re.compile(r"[0-9a-f]{8,64}")
 _DRAFT = re.compile(r"draft-[0-9a-f]{8}")
 _MONEY = ("max_rate_usd_hr", "storage_usd_hr", "worst_case_usd", "expected_usd")
@@ -74,6 +75,8 @@ class Plan:
     hold_for_s: float | None = None
     job_timeout_s: float | None = None
     setup_cap_s: float = 1800.0
+    setup_failures_max: int = 1
+    image_gb: float | None = None
     capacity: dict[str, Any] = field(default_factory=lambda: {"mode": "immediate", "attempts": 1, "interval_s": 0})
     worst_case: dict[str, Any] = field(default_factory=dict)
     expected_s: float | None = None
@@ -149,15 +152,17 @@ def sha256(plan: Plan) -> str:
     return hashlib.sha256(canonical(plan)).hexdigest()
 
 
-def save_draft(project: Project, plan: Plan) -> str:
-    """Write a draft and return its name. It can be measured again; nothing can be approved by it."""
-    name = f"draft-{secrets.token_hex(4)}"
+def save_draft(project: Project, plan: Plan, *, name: str | None = None) -> str:
+    """Write a draft, or the one of that name anew, and return its name. Nothing can be approved by it."""
+    project.require_writable()
+    name = name if name is not None and is_draft(name) else f"draft-{secrets.token_hex(4)}"
     _write(_folder(project) / f"{name}.json", files.dumps_pretty(plan.to_record()))
     return name
 
 
 def freeze(project: Project, plan: Plan) -> str:
     """Write the plan under its hash and return that."""
+    project.require_writable()
     frozen = replace(plan, nonce=plan.nonce or secrets.token_hex(8))
     name = sha256(frozen)
     _write(_folder(project) / f"{name}.json", canonical(frozen))
@@ -179,10 +184,64 @@ def load(project: Project, name: str) -> tuple[str, Plan]:
         raise PlanUnknown(f"{len(found)} plans begin with {name}", plan=name) if found else PlanUnknown(plan=name)
     raw = files.read_bytes(found[0], max_bytes=MAX_PLAN_BYTES) or b""
     full = found[0].stem
+    if hashlib.sha256(raw).hexdigest() != full:  # before anything is read from it
+        raise PlanChanged(plan=full[:SHOWN_CHARS])
     plan = Plan.from_record(files.parse(raw, found[0]))
-    if hashlib.sha256(raw).hexdigest() != full or sha256(plan) != full:
+    if sha256(plan) != full:
         raise PlanChanged(plan=full[:SHOWN_CHARS])
     return full, plan
+
+
+def is_draft(name: str) -> bool:
+    return _DRAFT.fullmatch(name) is not None
+
+
+def not_covered(
+    plan: Plan,
+    *,
+    provider: str | None = None,
+    gpu: str | None = None,
+    gpu_count: int | None = None,
+    rate_usd_hr: Decimal | None = None,
+    deadline_s: float | None = None,
+    hold_for_s: float | None = None,
+    job_timeout_s: float | None = None,
+    expected_s: float | None = None,
+) -> list[str]:
+    """What of this the plan does not allow, so that it takes a new one; empty: all of it is covered. Pure.
+
+    Everything may be less than planned. job_timeout_s 0: wait for the exit. Another expected time is another plan from
+    about twice on; a plan that expects nothing has only its deadline to be measured by.
+    """
+    found: list[str] = []
+    if provider is not None and provider != plan.provider:
+        found.append(f"provider {provider}, planned is {plan.provider}")
+    if gpu is not None and not any(_is_of_class(candidate.gpu, gpu) for candidate in plan.tried):
+        found.append(f"GPU {gpu}, planned is {' or '.join(c.gpu for c in plan.tried) or 'none'}")
+    if gpu_count is not None and gpu_count != plan.gpu_count:
+        found.append(f"{gpu_count} GPUs, planned are {plan.gpu_count}")
+    if rate_usd_hr is not None and rate_usd_hr > plan.max_rate_usd_hr:
+        found.append(f"${rate_usd_hr:f}/h, planned are ${plan.max_rate_usd_hr:f}/h at most")
+    for what, asked, planned in (
+        ("a deadline", deadline_s, plan.deadline_s),
+        ("a hold", hold_for_s, plan.hold_for_s or 0),
+        ("a job timeout", _endless(job_timeout_s), _endless(plan.job_timeout_s or 0)),
+        ("an expected time", expected_s, None if plan.expected_s is None else EXPECTED_TIMES * plan.expected_s),
+    ):
+        if asked is not None and planned is not None and asked > planned:
+            told = ("without end" if one == float("inf") else format_duration(one) for one in (asked, planned))
+            found.append("{} of {}, covered are {}".format(what, *told))
+    return found
+
+
+def _endless(timeout_s: float | None) -> float | None:
+    return float("inf") if timeout_s == 0 else timeout_s
+
+
+def _is_of_class(planned: str, found: str) -> bool:
+    from gpu_skills.providers.gpus import same_model
+
+    return same_model(planned, found)
 
 
 def _folder(project: Project) -> Path:
