@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import traceback
 from collections.abc import Mapping
 
-_HEADER = re.compile(
-    r"(?i)\b(authorization|x-api-key|api[_-]?key|token|password|secret)(\"?\s*[:=]\s*\"?)(bearer\s+)?[^\s\"',&}]+"
-)
-_SHAPES = re.compile(r"\b(hf_|sk-|rpa_|sbx_|ghp_|AKIA)[A-Za-z0-9_-]{8,}")
+from gpu_skills.redaction import redact, secrets_of
+
 _log: logging.Logger | None = None
-
-
-def redact(text: str, secrets: tuple[str, ...] = ()) -> str:
-    """Text without credentials: named values, well-known shapes, and the given ones wherever they stand."""
-    for secret in sorted(secrets, key=len, reverse=True):
-        if len(secret) >= 6:
-            text = text.replace(secret, "***")
-    text = _HEADER.sub(lambda m: f"{m.group(1)}{m.group(2)}***", text)
-    return _SHAPES.sub(lambda m: f"{m.group(1)}***", text)
-
-
-def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What must not be shown: the values of variables whose names sound like it."""
-    return tuple(v for k, v in environ.items() if re.search(r"(?i)key|token|secret|password", k))
 
 
 def start(environ: Mapping[str, str]) -> None:

@@ -82,6 +82,9 @@ def _check(keyword: str, rule: Any, schema: dict[str, Any]) -> Check:
         case "items":
             item = _compiled(rule)
             return lambda value: not isinstance(value, list) or all(map(item, value))
+        case "anyOf":
+            ways = [_compiled(way) for way in rule]
+            return lambda value: any(way(value) for way in ways)
         case "pattern":
             return lambda value: not isinstance(value, str) or _pattern(rule).search(value) is not None
         case "minLength":
