@@ -29,6 +29,7 @@ from gpu_skills.units import json_number, usd
 # May bill at the full rate. A stopped machine bills storage, which its reservation covers.
 BILLING = ("requested", "booting", "ready", "busy", "stopping", "terminating", "unknown")
 _PROVIDER = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
+_DIRECTORY = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,13 @@ def books(
     job_id: str | None = None,
     session_usd: Decimal = Decimal(0),
     without_intent: str | None = None,
+    without_machine: str | None = None,
 ) -> Books:
     """The project's jobs and charges, what other projects settled on the same accounts, and all open reservations.
 
     job_id: the job that money is wanted for; what its earlier attempts cost counts. What is booked after "now" counts
     as today: a clock that went back gives no money back. without_intent: leave this reservation out, it is about to be
-    replaced.
+    replaced, and do not count the machines it has paid for: they are what is asked for. without_machine: nor this one.
     """
     now = clock.now().astimezone(UTC)
     today, first = now.strftime("%Y-%m-%d"), now.strftime("%Y-%m-01")
@@ -78,11 +80,13 @@ def books(
     accounts = _Accounts.read(project, environ)
     reservations = tuple(r for r in accounts.open() if r.intent != without_intent)
     others = [s for s in accounts.settlements.values() if s.project_id != project.project_id]
+    asked_for = {(project.project_id, machine) for machine in accounts.machines.get(without_intent or "", ())}
+    asked_for.add((project.project_id, without_machine or ""))
     spent = Spent(
         day_usd=day + sum((s.usd for s in others if s.day >= today), Decimal(0)),
         month_usd=booked.total_usd + sum((s.usd for s in others if s.day >= first), Decimal(0)),
         session_usd=session_usd,
-        machines=len(_billing(project) | {accounts.machine_of(r) for r in reservations}),
+        machines=len((_billing(project) | {accounts.machine_of(r) for r in reservations}) - asked_for),
         job_usd=_of_job(job_id, project, ledger, reservations, accounts) if job_id else Decimal(0),
         incomplete=booked.incomplete or accounts.bad_lines > 0,
     )
@@ -125,13 +129,23 @@ def reserve(
     """Admission: under one lock ask the policy and write the worst case down, synced. OverCeiling writes nothing.
 
     From its return until `settle` the money counts against every ceiling of every project on these accounts. Reserving
-    again for an intent replaces its amount. To be called before the request that bills leaves; no lock is held then.
+    again for an intent replaces its amount, and opens it again when it was settled. machine_id: one that is there
+    already, and among `machines`. To be called before the request that bills leaves; no lock is held then.
     """
     project.require_writable()
     path = account_journal(provider, account, environ)
     files.make_directory(path.parent)
     with files.lock(_accounts(environ)):
-        found = books(project, ledger, clock, environ, job_id=job_id, session_usd=session_usd, without_intent=intent)
+        found = books(
+            project,
+            ledger,
+            clock,
+            environ,
+            job_id=job_id,
+            session_usd=session_usd,
+            without_intent=intent,
+            without_machine=machine_id if machines else None,
+        )
         require(
             policy,
             cost_usd=cost_usd,
@@ -157,18 +171,52 @@ def reserve(
     return journal.open_reservations([event])[0]
 
 
+def note_attempt(
+    project: Project,
+    clock: Clock,
+    *,
+    intent: str,
+    directory: str,
+    machine_id: str,
+    environ: Mapping[str, str] = os.environ,
+) -> None:
+    """Say which machine a reservation pays for now, so that reservation and record count as one machine.
+
+    directory: the account's, as the reservation names it (`Reservation.account`).
+    """
+    event = {
+        "kind": "attempt",
+        "ts": timestamp(clock.now()),
+        "intent": intent,
+        "account": directory,
+        "project_id": project.project_id,
+        "machine_id": machine_id,
+    }
+    with files.lock(_accounts(environ)):
+        journal.append(_journal_in(directory, environ), [event])
+
+
 def settle(
     project: Project,
     clock: Clock,
     *,
     intent: str,
-    account: str,
-    provider: str,
     settled_usd: Decimal | float | int | str,
+    account: str | None = None,
+    provider: str | None = None,
+    directory: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Free what was reserved, once what was really billed is booked. Repeating is harmless."""
-    path = account_journal(provider, account, environ)
+    """Free what was reserved, once what was really billed is booked. Repeating is harmless.
+
+    By provider and account, or by the directory that the reservation named: a key that changed since names another
+    account, and money reserved on the old one has to come free all the same.
+    """
+    path = (
+        _journal_in(directory, environ)
+        if directory is not None
+        else account_journal(provider or "", account or "", environ)
+    )
     files.make_directory(path.parent)
     event = {
         "kind": "settlement",
@@ -181,6 +229,24 @@ def settle(
     }
     with files.lock(_accounts(environ)):
         journal.append(path, [event])
+
+
+def open_reservations(project: Project, environ: Mapping[str, str] = os.environ) -> dict[str, Open]:
+    """The reservations of this project that are not settled, by intent."""
+    accounts = _Accounts.read(project, environ)
+    return {
+        r.intent: Open(r, tuple(accounts.machines.get(r.intent, ())))
+        for r in accounts.open()
+        if r.project_id == project.project_id
+    }
+
+
+@dataclass(frozen=True)
+class Open:
+    """machine_ids: the machines it has paid for, the newest last."""
+
+    reservation: Reservation
+    machine_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -247,6 +313,13 @@ def _accounts(environ: Mapping[str, str]) -> Path:
     return userdirs.state_dir(environ) / "accounts"
 
 
+def _journal_in(directory: str, environ: Mapping[str, str]) -> Path:
+    """Of an account by the name of its directory, which comes from a record."""
+    if not _DIRECTORY.fullmatch(directory):
+        raise UsageError(f"{directory[:80]!r} names no account", next_step="gpu doctor")
+    return _accounts(environ) / directory / "journal.jsonl"
+
+
 def _billing(project: Project) -> set[tuple[str, str]]:
     return {
         (project.project_id, record["id"])
@@ -257,21 +330,35 @@ def _billing(project: Project) -> set[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _Settlement:
+    """reopened_at: when the same file reserved for this intent again, below this line."""
+
     usd: Decimal
-    day: str
+    ts: str
     project_id: str | None
     job_id: str | None
+    reopened_at: str | None = None
+
+    @property
+    def day(self) -> str:
+        return self.ts[:10]
+
+    def is_before(self, reservation: Reservation) -> bool:
+        """Within one second the order of the lines decides, where they stand in one file."""
+        return self.reopened_at == reservation.ts
 
 
 @dataclass
 class _Accounts:
-    """The events of all accounts of this user and of the project's own journal, each intent once."""
+    """The events of all accounts of this user and of the project's own journal, each intent once.
+
+    machines: by intent, those it has paid for, the newest last.
+    """
 
     reservations: dict[str, Reservation] = field(default_factory=dict)
     settlements: dict[str, _Settlement] = field(default_factory=dict)
-    machines: dict[str, str] = field(default_factory=dict)
+    machines: dict[str, dict[str, None]] = field(default_factory=dict)
     bad_lines: int = 0
-    _open: dict[str, Reservation] = field(default_factory=dict)
+    _still_open: list[Reservation] = field(default_factory=list)
 
     @classmethod
     def read(cls, project: Project, environ: Mapping[str, str]) -> _Accounts:
@@ -281,11 +368,18 @@ class _Accounts:
         return found
 
     def open(self) -> list[Reservation]:
-        return list(self._open.values())
+        """What no settlement freed, in whatever file that stands. One that was reserved again since is open again."""
+        kept = {}
+        for reservation in self._still_open:
+            settlement = self.settlements.get(reservation.intent)
+            if settlement is None or settlement.ts < reservation.ts or settlement.is_before(reservation):
+                kept[reservation.intent] = reservation
+        return list(kept.values())
 
     def machine_of(self, reservation: Reservation) -> tuple[str, str]:
         """The machine it pays for; one without an id yet is one more machine."""
-        return reservation.project_id or "", self.machines.get(reservation.intent, reservation.intent)
+        newest = next(reversed(self.machines.get(reservation.intent, {reservation.intent: None})))
+        return reservation.project_id or "", newest
 
     def _add(self, path: Path) -> None:
         events: list[dict[str, Any]] = []
@@ -297,20 +391,33 @@ class _Accounts:
                 _check(event, path, number)
                 events.append(event)
             if isinstance(event.get("machine_id"), str) and isinstance(event.get("intent"), str):
-                self.machines[event["intent"]] = event["machine_id"]
+                of_intent = self.machines.setdefault(event["intent"], {})
+                of_intent.pop(event["machine_id"], None)
+                of_intent[event["machine_id"]] = None
         known = journal.open_reservations(e for e in events if e["kind"] == "reservation")
         self.reservations |= {r.intent: r for r in known}
-        self._open |= {r.intent: r for r in journal.open_reservations(events)}
+        still_open = journal.open_reservations(events)
+        self._still_open += still_open
+        reopened = {r.intent: r.ts for r in still_open}
         for event in events:
             if event["kind"] != "settlement":
                 continue
             reservation = self.reservations.get(event["intent"])
-            self.settlements[event["intent"]] = _Settlement(
-                usd=usd(event.get("settled_usd") or 0),
-                day=str(event.get("ts", ""))[:10],
-                project_id=event.get("project_id") or (reservation.project_id if reservation else None),
-                job_id=event.get("job_id") or (reservation.job_id if reservation else None),
+            self._settle(
+                event["intent"],
+                _Settlement(
+                    usd=usd(event.get("settled_usd") or 0),
+                    ts=str(event.get("ts", "")),
+                    project_id=event.get("project_id") or (reservation.project_id if reservation else None),
+                    job_id=event.get("job_id") or (reservation.job_id if reservation else None),
+                    reopened_at=reopened.get(event["intent"]),
+                ),
             )
+
+    def _settle(self, intent: str, settlement: _Settlement) -> None:
+        before = self.settlements.get(intent)
+        if before is None or before.ts <= settlement.ts:
+            self.settlements[intent] = settlement
 
 
 def _check(event: dict[str, Any], path: Path, number: int) -> None:
