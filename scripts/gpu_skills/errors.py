@@ -485,10 +485,32 @@ class CreatedPriceMismatch(ProviderError):
     next_step = "gpu status"
 
 
+class NotReady(ProviderError):
+    """A rented machine that did not become usable. details.attempts: what was tried, each with its reason."""
+
+    code = "machine_not_ready"
+    template = "{machine} did not become usable ({what}): {reason}"
+    next_step = "gpu reconcile"
+
+
+class ArchUnsupported(NotReady):
+    """The image's own libraries have no code for this GPU: another machine of the kind would do no better."""
+
+    code = "arch_unsupported"
+    template = "{machine}: {reason}"
+    next_step = "use an image whose PyTorch is {wheel}, then: gpu plan --freeze"
+
+
 class NotOwned(Refused):
     code = "not_owned"
     template = "{machine} does not carry our label (it has {label}): it is not ours to change"
     next_step = "gpu status"
+
+
+class AlreadyGone(Refused):
+    code = "machine_gone"
+    template = "machine {machine} is {status}"
+    next_step = "gpu machine ls"
 
 
 class DestinationRefused(Refused):
@@ -497,6 +519,14 @@ class DestinationRefused(Refused):
     code = "destination_refused"
     template = "{provider}: nothing is sent to {base_url}: {reason}"
     next_step = "unset {variable}"
+
+
+class DestroyNotTaken(ProviderError):
+    """The provider did not take the delete so far. It stays on record as wanted, and every later command asks again."""
+
+    code, retryable, may_be_billing = "destroy_not_taken", True, True
+    template = "{provider} did not take the delete of {machine}: {reason}; it is still there and bills"
+    next_step = "gpu reconcile"
 
 
 # exit 6 ------------------------------------------------------------------------------------------------------------
@@ -519,6 +549,18 @@ class ProviderSilent(Uncertain):
     code, may_be_billing = "provider_silent", True
     template = "{provider} gave no clear answer to {what}: {reason}; it may have happened"
     next_step = "gpu doctor"
+
+
+class TeardownIncomplete(Uncertain):
+    code, may_be_billing = "teardown_incomplete", True
+    template = "{machines}: deleted, and not yet proven absent"
+    next_step = "gpu reconcile"
+
+
+class StopFailed(Uncertain):
+    code, may_be_billing = "stop_failed", True
+    template = "{machine} does not show as stopped: {reason}; it counts as burning"
+    next_step = "gpu reconcile"
 
 
 class LedgerTorn(Uncertain):

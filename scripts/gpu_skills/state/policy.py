@@ -28,7 +28,7 @@ _LEVELS = ("statement", "signature")  # the later the stricter, as in the next
 _INPUTS = ("full", "hash", "none")
 _FILE_KEYS = (
     "ceilings", "idle_shutdown_after_min", "approval", "fuse_layers", "protected_files", "allowed_providers",
-    "retry_limit", "notify", "ledger_inputs", "schema_version", "$schema",
+    "retry_limit", "notify", "sentinel_receipts", "ledger_inputs", "schema_version", "$schema",
 )  # fmt: skip
 
 
@@ -59,6 +59,7 @@ class Policy:
     allowed_providers: tuple[str, ...]
     retry_limit: int
     notify: tuple[dict[str, Any], ...]
+    sentinel_receipts: tuple[str, ...]
     ledger_inputs: str
     origins: dict[str, tuple[str, ...]]
     sources: tuple[Source, ...] = ()
@@ -77,6 +78,7 @@ class Policy:
             "allowed_providers": list(self.allowed_providers),
             "retry_limit": self.retry_limit,
             "notify": list(self.notify),
+            "sentinel_receipts": list(self.sentinel_receipts),
             "ledger_inputs": self.ledger_inputs,
         }
 
@@ -207,6 +209,7 @@ def combine(given: Sequence[tuple[str, dict[str, Any]]], *, sources: Sequence[So
         allowed_providers=tuple(p for p in _distinct(providers[0][1]) if all(p in names for _, names in providers)),
         retry_limit=strictest("retry_limit", min),
         notify=united("notify"),
+        sentinel_receipts=united("sentinel_receipts"),
         ledger_inputs=strictest("ledger_inputs", lambda words: max(words, key=_INPUTS.index)),
         origins=origins,
         sources=tuple(sources),

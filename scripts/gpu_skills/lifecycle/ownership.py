@@ -1,0 +1,41 @@
+"""Is this instance ours to change? Asked right before each stop and each destroy, of what the provider shows then.
+
+Two witnesses have to agree: our own record and the label at the provider. One alone is a mistake waiting to happen: an
+id typed wrong, a label copied by hand, an instance id that another machine has by now.
+"""
+
+from __future__ import annotations
+
+from gpu_skills.errors import NotOwned
+from gpu_skills.lifecycle import labels
+from gpu_skills.lifecycle.labels import Label
+from gpu_skills.lifecycle.machines import Machine
+from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.providers.base import Machine as Instance
+
+PROTECTED = "protected"
+
+
+def require_ours(op: Operator, machine: Machine, seen: Instance) -> Label:
+    """The label at the provider, when it says what our record says; NotOwned otherwise.
+
+    The deadline in it may differ: an extension writes it first.
+    """
+    label = labels.ours(seen.label, op.project.project_id)
+    agree = (
+        machine.is_rented
+        and machine.provider == seen.provider
+        and machine.instance_id == seen.instance_id
+        and label is not None
+        and label.intent == machine.intent
+    )
+    if not agree or label is None:
+        shown = seen.label if seen.label is not None else "none"
+        raise NotOwned(machine=f"{seen.provider} {seen.instance_id}", label=repr(shown)[:160])
+    return label
+
+
+def needs_named_approval(machine: Machine, seen: Instance | None) -> bool:
+    """Whether ending it takes an approval that names it: marked so here, locked there, or in production."""
+    is_locked = seen is not None and seen.is_locked
+    return PROTECTED in machine.conditions or machine.machine_class == "production" or is_locked
