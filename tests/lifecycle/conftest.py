@@ -55,7 +55,8 @@ class Rig:
 
     def billed_usd(self) -> Decimal:
         """The vendor's own bill, all resources."""
-        return self.sandbox.world.meter.total_usd(self.sandbox.world.now())
+        world = self.sandbox.world
+        return world.account(self.vendor).bill.total_usd(world.now())
 
     def calls(self, call: str) -> int:
         return self.sandbox.world.calls[self.vendor, call]

@@ -100,9 +100,11 @@ def _running(
 ) -> list[dict[str, Any]]:
     """Set-up once it is over, idle time once the stretch is, and no job that ran in it is still without an end."""
     set_up = next((line for line in booked if line.get("kind") == "setup"), None)
-    ready_at = stretch.ready_at if set_up is None else parse_timestamp(set_up["completed_at"])
+    ready_at = stretch.ready_at if set_up is None else lives.time_of(set_up.get("completed_at")) or stretch.ready_at
     if ready_at is None:
-        return [_line(machine, stretch, "setup_failed", stretch.started_at, stretch.ended_at)] * bool(stretch.ended_at)
+        if stretch.ended_at is None or set_up is not None:
+            return []
+        return [_line(machine, stretch, "setup_failed", stretch.started_at, stretch.ended_at)]
     found = [_line(machine, stretch, "setup", stretch.started_at, ready_at)] if set_up is None else []
     if stretch.ended_at is None:
         return found
@@ -126,7 +128,8 @@ def _running(
 
 
 def _storage(machine: Machine, stretch: Stretch, booked: list[dict[str, Any]], now: datetime) -> list[dict[str, Any]]:
-    start = max([stretch.started_at, *(parse_timestamp(line["completed_at"]) for line in booked)])
+    until = [at for line in booked if (at := lives.time_of(line.get("completed_at"))) is not None]
+    start = max([stretch.started_at, *until])
     end = stretch.ended_at or now
     if end <= start or (stretch.ended_at is None and end - start < STORAGE_SLICE):
         return []
@@ -164,7 +167,7 @@ def _line_id(machine: Machine, *parts: object) -> str:
 
 def _why_gone(machine: Machine, ended: datetime) -> str:
     """What its open jobs end with."""
-    deadline = parse_timestamp(machine.deadline_at) if machine.deadline_at else None
+    deadline = lives.time_of(machine.deadline_at)
     # The machine ends its jobs some minutes before its deadline, to have their outputs whole by then.
     if deadline is not None and ended >= deadline - timedelta(minutes=5):
         return str((machine.session or {}).get("deadline_reason") or "deadline_passed")
@@ -335,7 +338,7 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
     now = op.clock.now()
     known, seen = intents.read(op.project), intents.observations(op.project, *lives.SEEN, machine_id=machine.id)
     life = lives.life(machine, known, seen, now=now)
-    if not life or life[-1].ended_at is None or now - max(life[-1].ended_at, _destroyed(machine)) < CHARGES_LAG:
+    if not life or life[-1].ended_at is None or now - _over_at(machine, life[-1].ended_at) < CHARGES_LAG:
         return []
     close(op, machine)
     given = charges_between(op, machine.provider, life[0].started_at, now) if charges is None else list(charges)
@@ -425,8 +428,6 @@ def _append(op: Operator, lines: list[dict[str, Any]]) -> None:
     journal.append_locked(op.ledger.charges, b"".join(files.dumps_line(line) for line in whole))
 
 
-def _destroyed(machine: Machine) -> datetime:
-    try:
-        return parse_timestamp(machine.destroyed_at or "")
-    except ValueError:
-        return datetime.fromisoformat("1970-01-01T00:00:00+00:00")
+def _over_at(machine: Machine, ended: datetime) -> datetime:
+    """When nothing more could be charged: a lost machine may have gone on after its last sight."""
+    return max(ended, lives.time_of(machine.destroyed_at) or ended)

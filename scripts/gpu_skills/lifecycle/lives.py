@@ -72,10 +72,10 @@ def ended_at(
         return None
     seen = list(observations)
     if machine.status == "lost":
-        accepted = [_time(i.closed_at) for i in intents.values() if _is_create_of(machine, i) and i.result == "done"]
-        sights = [_time(machine.last_seen_at), _time(machine.ready_at), *accepted, *_ready_moments(machine, seen)]
+        accepted = [time_of(i.closed_at) for i in intents.values() if _is_create_of(machine, i) and i.result == "done"]
+        sights = [time_of(machine.last_seen_at), time_of(machine.ready_at), *accepted, *_ready_moments(machine, seen)]
         last = max((at for at in sights if at is not None), default=None)
-        return last or _time(machine.created_at) or now
+        return last or time_of(machine.created_at) or now
     absences: list[datetime] = []
     for event in seen:
         at = _moment(event)
@@ -83,7 +83,7 @@ def ended_at(
             absences.append(at)
         elif event.get("what") in (PRESENT, RUNNING, STOPPED):
             absences.clear()
-    destroyed = _time(machine.destroyed_at)
+    destroyed = time_of(machine.destroyed_at)
     return min((at for at in [*absences[:1], destroyed] if at is not None), default=now)
 
 
@@ -91,8 +91,8 @@ def _begun_at(machine: Machine, intents: Mapping[str, Intent]) -> datetime | Non
     create = next((i for i in intents.values() if _is_create_of(machine, i)), None)
     if machine.instance_id is None and (create is None or create.result != "done"):
         return None
-    begun = _time(create.ts) if create is not None else None
-    return begun or _time(machine.created_at) or _time(machine.ready_at) or _time(machine.last_seen_at)
+    begun = time_of(create.ts) if create is not None else None
+    return begun or time_of(machine.created_at) or time_of(machine.ready_at) or time_of(machine.last_seen_at)
 
 
 def _is_create_of(machine: Machine, intent: Intent) -> bool:
@@ -111,9 +111,9 @@ def told(machine: Machine, intents: Mapping[str, Intent], seen: Iterable[dict[st
         if intent.machine_id != machine.id:
             continue
         if intent.action == "start" and intent.result == "done":
-            found.append((_time(intent.ts), "running"))
+            found.append((time_of(intent.ts), "running"))
         elif intent.action == "stop" and intent.result == "done":
-            found.append((_time(intent.closed_at), "stopped"))
+            found.append((time_of(intent.closed_at), "stopped"))
     for event in seen:
         if event.get("what") == RUNNING:
             found.append((_moment(event), "running"))
@@ -126,7 +126,7 @@ def untold(machine: Machine, marks: list[Mark], now: datetime) -> list[Mark]:
     """A step that the record has taken and the journal does not tell: it counts from now where nothing says more."""
     last = marks[-1] if marks else (None, "running")
     if machine.status == "stopped" and last[1] == "running":
-        since = _time(machine.extra.get("stopped_at"))
+        since = time_of(machine.extra.get("stopped_at"))
         is_of_this_stop = since is not None and (last[0] is None or since >= last[0])
         return [(since if is_of_this_stop and since is not None else now, "stopped")]
     if machine.status in ("booting", "ready", "busy", "stopping") and last[1] == "stopped":
@@ -136,7 +136,7 @@ def untold(machine: Machine, marks: list[Mark], now: datetime) -> list[Mark]:
 
 def _ready_moments(machine: Machine, seen: list[dict[str, Any]]) -> list[datetime]:
     told = [_moment(event) for event in seen if event.get("what") == READY]
-    return sorted({at for at in [*told, _time(machine.ready_at)] if at is not None})
+    return sorted({at for at in [*told, time_of(machine.ready_at)] if at is not None})
 
 
 def _first_within(moments: list[datetime], start: datetime, end: datetime | None) -> datetime | None:
@@ -145,10 +145,10 @@ def _first_within(moments: list[datetime], start: datetime, end: datetime | None
 
 def _moment(event: Mapping[str, Any]) -> datetime | None:
     details = event.get("details")
-    return _time(details.get("at") if isinstance(details, dict) else None) or _time(event.get("ts"))
+    return time_of(details.get("at") if isinstance(details, dict) else None) or time_of(event.get("ts"))
 
 
-def _time(text: Any) -> datetime | None:
+def time_of(text: Any) -> datetime | None:
     """None for what is no time: a record may have been written by hand."""
     try:
         return parse_timestamp(text)
