@@ -8,6 +8,7 @@ from decimal import Decimal
 
 from gpu_skills.clock import Clock, parse_timestamp, timestamp
 from gpu_skills.economics.sharing import shared_seconds
+from gpu_skills.jobs.observe import Notify, tell_end
 from gpu_skills.jobs.records import JobFolder, is_collected
 from gpu_skills.lifecycle import machines
 from gpu_skills.state.ledger import Ledger
@@ -19,6 +20,7 @@ _STATES = {
     "deadline_passed": "timeout",
     "session_budget": "timeout",
     "max_lifetime": "timeout",
+    "max_lease": "timeout",
     "cancelled": "cancelled",
 }
 
@@ -45,7 +47,14 @@ def unverified_on(project: Project, ledger: Ledger, machine_id: str) -> list[str
 
 
 def end_jobs(
-    project: Project, ledger: Ledger, clock: Clock, machine_id: str, why: str, *, at: datetime | None = None
+    project: Project,
+    ledger: Ledger,
+    clock: Clock,
+    machine_id: str,
+    why: str,
+    *,
+    at: datetime | None = None,
+    notify: Notify = lambda event, subject, **facts: None,
 ) -> list[str]:
     """Write the end of jobs whose machine is gone; their ids. at: when it went, now if nobody knows.
 
@@ -64,7 +73,7 @@ def end_jobs(
         rate = machine.rate_usd_hr if machine is not None else Decimal(0)
         seconds = Decimal(str(shared_seconds(start, max(start, end), others))) if duration_s else Decimal(0)
         state = _STATES.get(why, "lost")
-        ledger.finish(
+        is_ours = ledger.finish(
             {
                 "id": line["id"],
                 "status": state,
@@ -76,6 +85,8 @@ def end_jobs(
                 "reason": why,
             }
         )
+        if is_ours:
+            tell_end(notify, ledger.latest(line["id"]) or line)
     return list(spans)
 
 

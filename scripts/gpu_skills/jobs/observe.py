@@ -6,6 +6,7 @@ Whichever command sees the end first writes it; the ledger takes only one per id
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -38,12 +39,22 @@ def open_jobs(ledger: Ledger, machine_id: str | None = None) -> list[dict[str, A
     ]
 
 
+Notify = Callable[..., None]
+
+
 def settle(
-    project: Project, ledger: Ledger, clock: Clock, link: Link, *, write: bool = True
+    project: Project,
+    ledger: Ledger,
+    clock: Clock,
+    link: Link,
+    *,
+    write: bool = True,
+    notify: Notify = lambda event, subject, **facts: None,
 ) -> dict[str, dict[str, Any]]:
     """Ask the machine about every job of ours that has no end yet; write the ends. Returns its answers by job id.
 
-    write: False in Audit, where only the answers are wanted.
+    write: False in Audit, where only the answers are wanted. notify: of an operator; it is told of ends on machines
+    that are rented.
     """
     lines = open_jobs(ledger, link.machine.id)
     if not lines:
@@ -58,8 +69,18 @@ def settle(
         if answer["state"] == "unknown":
             _never_started(project, ledger, clock, line)
         elif answer["state"] != "running":
-            _write_end(project, ledger, link, line, answer, answers)
+            if _write_end(project, ledger, link, line, answer, answers) and link.machine.is_rented:
+                tell_end(notify, ledger.latest(line["id"]) or line)
     return answers
+
+
+def tell_end(notify: Notify, line: dict[str, Any]) -> None:
+    """Say that a job ended, by its last line of the ledger."""
+    facts = {name: line.get(name) for name in ("duration_s", "cost_usd", "gpu", "error")}
+    if Ledger.state_of(line) == "succeeded":
+        notify("job_done", line["id"], **facts)
+    elif line.get("reason") not in ("user", "cancelled"):  # who cancelled it knows
+        notify("job_failed", line["id"], state=Ledger.state_of(line), reason=line.get("reason"), **facts)
 
 
 def outputs_now(project: Project, link: Link, job: str) -> dict[str, Any]:
@@ -95,8 +116,11 @@ def fetch_manifest(project: Project, link: Link, job: str):
     return parse_manifest(chunks, host=link.host, job=job), summary
 
 
-def sync_events(project: Project, link: Link, job: str) -> None:
-    """Append what the machine recorded since last time to jobs/<id>/events.jsonl, but for lines that are no record."""
+def sync_events(project: Project, link: Link, job: str) -> list[dict[str, Any]]:
+    """Append what the machine recorded since last time to jobs/<id>/events.jsonl, but for lines that are no record.
+
+    Returns what is new.
+    """
     folder = JobFolder(project, job)
     chunks: list[bytes] = []
     answer = link.session.call(
@@ -116,6 +140,7 @@ def sync_events(project: Project, link: Link, job: str) -> None:
     if events:
         journal.append(folder.events, events)
         folder.write("events_cursor", {"next": answer["next"]})
+    return events
 
 
 def _events_seen_bytes(folder: JobFolder) -> int:
@@ -157,7 +182,8 @@ def _write_end(
     line: dict[str, Any],
     answer: dict[str, Any],
     answers: dict[str, dict[str, Any]],
-) -> None:
+) -> bool:
+    """False when another command had written it already."""
     job = line["id"]
     folder = JobFolder(project, job)
     manifest = outputs_now(project, link, job)
@@ -179,8 +205,18 @@ def _write_end(
     if answer["state"] != "succeeded":
         ending["error"] = reason_text(answer)
         ending["reason"] = answer.get("reason")
+    if answer.get("reason") == "no_progress":
+        ending["wasted_usd"] = json_number(_wasted_usd(answer, link.machine.rate_usd_hr, usd(ending["cost_usd"])))
     folder.write("ended", {k: answer.get(k) for k in _KEPT_OF_AN_END})
-    ledger.finish(ending)
+    return ledger.finish(ending)
+
+
+def _wasted_usd(answer: dict[str, Any], rate_usd_hr: Decimal, cost_usd: Decimal) -> Decimal:
+    """What was spent since the last progress of a job that was ended for having none; never more than it cost."""
+    stalled_s = (answer.get("progress") or {}).get("stalled_s")
+    if stalled_s is None:
+        return usd(0)
+    return min(cost_usd, usd(Decimal(str(stalled_s)) * rate_usd_hr / 3600))
 
 
 def _uri(project: Project, link: Link, folder: JobFolder, path: str) -> str:

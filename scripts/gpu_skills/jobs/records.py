@@ -75,6 +75,11 @@ class JobFolder:
     def write(self, name: str, record: dict[str, Any]) -> None:
         files.commit(self.path / f"{name}.json", files.dumps_pretty(record))
 
+    @property
+    def was_sent(self) -> bool:
+        """Whether a machine may have it: what is to be started was written down."""
+        return (self.path / "job.json").exists()
+
     def submission(self) -> dict[str, Any]:
         record = self.read("job")
         if record is None:

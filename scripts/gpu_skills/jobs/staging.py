@@ -99,8 +99,9 @@ def as_planned(packed: Packed, inputs: Mapping[str, Any]) -> Packed:
     added = [e for e in packed.tree.files if e.display not in planned]
     tree = Tree(packed.tree.root, kept)
     if tree.digest != inputs["tree"]:
-        what = ", ".join(sorted({*(e.display for e in added), *(e.display for e in kept if not e.is_file)})[:_MAX_LISTED])
-        raise _changed([{"path": what or ".", "why": "permissions, links or empty folders are not as planned"}])
+        others = sorted({e.display for e in [*added, *(e for e in kept if not e.is_file)]})
+        why = "permissions, links or empty folders are not as planned"
+        raise _changed([{"path": path, "why": why} for path in others or ["."]])
     return Packed(
         tree=tree,
         left_out=[*packed.left_out, *(LeftOut(e.display, e.size, 1, "came after the plan") for e in added)],

@@ -9,6 +9,7 @@ import hashlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -264,6 +265,43 @@ def open_session(project: Project, config: GpuConfig, link: Link, *, clock: Cloc
     )
     save(project, machine)
     link.machine = machine
+
+
+def open_rented_session(
+    project: Project,
+    link: Link,
+    *,
+    clock: Clock,
+    deadline_at: datetime | None,
+    reason: str,
+    idle_timeout_s: float | None = None,
+    is_moved: bool = False,
+) -> None:
+    """Make sure a session is open on a rented machine. At its end the machine's own fuse ends the billing.
+
+    is_moved: one that is open gets this deadline; otherwise it keeps its own, so that two commands agree.
+    """
+    current = link.session.call("session", {"project": project.project_id})["session"]
+    is_open = current is not None and current.get("expired_at") is None
+    if not is_open or is_moved:
+        left_s = None if deadline_at is None else max(1.0, (deadline_at - clock.now()).total_seconds())
+        wanted = {
+            "id": current["id"] if is_open else "s_" + secrets.token_hex(5),
+            "deadline_in_s": left_s,
+            "deadline_reason": reason,
+            "idle_timeout_s": idle_timeout_s,
+            "on_expiry": "fuse",
+            "fuse": link.machine.intent,
+            "only_if_none": not is_moved,
+        }
+        current = link.session.call("session", {"project": project.project_id, "session": wanted})["session"]
+    now = timestamp(clock.now())
+    link.machine = update(
+        project,
+        link.machine.id,
+        lambda machine: replace(machine, status="ready", session=current, last_seen_at=now),
+        clock=clock,
+    )
 
 
 def session_deadline(config: GpuConfig, rate_usd_hr: Decimal) -> tuple[float | None, str | None]:

@@ -1,0 +1,440 @@
+"""A job with a machine of its own, step by step. Each step finds what an earlier try left and goes on from there.
+
+    open_plan, limits      what was frozen, and what the flags shorten
+    launch.begin           from here on this plan is this job
+    rent                   the one machine of its approval, or the one that was won before
+    submit                 session, upload, start; again after a death, but started once
+    watching.Watch         while it runs
+    keep, let_go           held for review, then destroyed; only when its outputs are here
+
+Nothing here decides to rent: `lifecycle.provision` does, by the approval. A second machine would need a second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from gpu_skills.clock import Clock, parse_timestamp, timestamp
+from gpu_skills.errors import (
+    ApprovalInvalid,
+    GpuError,
+    JobRunning,
+    MissingCredential,
+    NotCollected,
+    Refused,
+    Uncertain,
+    UsageError,
+)
+from gpu_skills.jobs import launch, observe, staging
+from gpu_skills.jobs.launch import Launch, Limits
+from gpu_skills.jobs.pack import Packed
+from gpu_skills.jobs.records import JobFolder
+from gpu_skills.jobs.spec import JobSpec, Progress
+from gpu_skills.jobs.submit import Submitted, send, start
+from gpu_skills.lifecycle import intents, machines, plan, runs, states
+from gpu_skills.lifecycle.connect import Link
+from gpu_skills.lifecycle.machines import Machine
+from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.lifecycle.plan import SHOWN_CHARS, Plan
+from gpu_skills.state.project import Project
+from gpu_skills.units import format_duration, parse_duration
+
+if TYPE_CHECKING:
+    from gpu_skills.lifecycle.approvals import Approval
+
+DEFAULT_HOLD_S = 1800.0
+DESTROY_WAIT_S = 240.0
+DEADLINE_REASON = "max_lease"
+CANCEL_LOOK_S = 1.0
+
+
+class MachineUnconfirmed(Uncertain):
+    """The job is over and its machine may still bill."""
+
+    code, may_be_billing = "machine_unconfirmed", True
+    template = "machine {machine} of {job} may still bill: {reason}"
+    next_step = "gpu reconcile"
+
+
+class CancelRequested(KeyboardInterrupt):
+    """Somebody asked for the end of this launch in another terminal. Like Ctrl-C, and for the same clean-ups."""
+
+
+# what was approved -------------------------------------------------------------------------------------------------
+
+
+def open_plan(project: Project, name: str) -> tuple[str, Plan]:
+    """(full name, plan) of a frozen plan for one job of this project."""
+    full, found = plan.load(project, name)
+    if full.startswith("draft-"):
+        raise UsageError(f"{full} is a draft: it can be measured again, not run", next_step="gpu plan --freeze")
+    shown = full[:SHOWN_CHARS]
+    if found.machine_class != "job" or not found.job or not found.inputs:
+        raise UsageError(f"plan {shown} is not for a job with a machine of its own", next_step="gpu plan --freeze")
+    if found.project_id != project.project_id:
+        raise ApprovalInvalid(
+            reason=f"plan {shown} is of project {found.project_id}, this is {project.project_id}", plan=shown
+        )
+    return full, found
+
+
+def limits(
+    found: Plan, *, hold_for: str | None = None, max_lease: str | None = None, job_timeout: str | None = None
+) -> Limits:
+    """The plan's limits, shortened by flags. UsageError for one that would be longer: that is another plan."""
+    hold_s = DEFAULT_HOLD_S if found.hold_for_s is None else found.hold_for_s
+    timeout_s = found.job_timeout_s or None
+    if hold_for is not None:
+        hold_s = _shortened("--hold-for", hold_for, hold_s, may_be_zero=True)
+    if job_timeout is not None:
+        timeout_s = _shortened("--job-timeout", job_timeout, timeout_s)
+    lease_s = found.deadline_s
+    if max_lease is not None:
+        lease_s = _shortened("--max-lease", max_lease, lease_s)
+    return Limits(hold_s, lease_s, timeout_s)
+
+
+def _shortened(flag: str, given: str, frozen_s: float | None, *, may_be_zero: bool = False) -> float:
+    try:
+        wanted_s = parse_duration(given)
+    except ValueError as exc:
+        raise UsageError(f"{flag} {given}: {exc}", next_step="gpu job run --help") from exc
+    if wanted_s <= 0 and not may_be_zero:
+        raise UsageError(f"{flag} {given}: must be more than 0", next_step="gpu job run --help")
+    if frozen_s is not None and wanted_s > frozen_s:
+        raise UsageError(
+            f"{flag} {given} is longer than the plan's {format_duration(frozen_s)}; a flag can only shorten it",
+            next_step=f"gpu plan --freeze {flag} {given}",
+        )
+    return wanted_s
+
+
+def spec_of(project: Project, found: Plan, *, secret_env: Mapping[str, str], timeout_s: float | None) -> JobSpec:
+    """The job as it was frozen. secret_env: values of the secrets it names; they are in no plan."""
+    job = found.job or {}
+    progress = job.get("progress")
+    return JobSpec(
+        run=job["run"],
+        directory=staging.directory_of(project, job),
+        setup=job.get("setup"),
+        env=dict(job.get("env") or {}),
+        secret_env=dict(secret_env),
+        timeout_s=timeout_s,
+        exclude=tuple(job.get("exclude") or ()),
+        label=job.get("label"),
+        expect=tuple(job.get("expect") or ()),
+        progress=Progress(progress.get("unit"), progress.get("stall_s"), progress.get("on_stall") or "event")
+        if progress
+        else None,
+        outputs_uri=job.get("outputs_uri"),
+    )
+
+
+def secret_values(
+    found: Plan, given: Mapping[str, str], known: Callable[[str], str | None]
+) -> tuple[dict[str, str], str | None]:
+    """(values of the job's own secrets, HF token), for the names that were approved and no others.
+
+    given: from `--env`. known: what environment and .env have. MissingCredential names one without a value.
+    """
+    named = [name for name in (found.job or {}).get("secret") or () if name != "HF_TOKEN"]
+    if unknown := sorted(set(given) - set(found.secrets) - set(named)):
+        raise UsageError(
+            f"--env {', '.join(unknown)}: the plan names no such secret, and nobody agreed that it reaches the machine",
+            next_step=f"gpu plan --freeze --env {unknown[0]}",
+        )
+    values = {}
+    for name in named:
+        value = given.get(name, known(name))
+        if value is None:
+            raise MissingCredential(provider=name, next_step=f"export {name}=…, then run it again")
+        values[name] = value
+    wants_hf = "HF_TOKEN" in found.secrets
+    return values, (given.get("HF_TOKEN") or known("HF_TOKEN")) if wants_hf else None
+
+
+# the machine ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CancellableClock:
+    """A clock whose waiting ends when the launch is cancelled from elsewhere: provisioning is mostly waiting."""
+
+    clock: Clock
+    is_cancelled: Callable[[], bool]
+
+    def now(self) -> datetime:
+        return self.clock.now()
+
+    def monotonic(self) -> float:
+        return self.clock.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        ends = self.clock.monotonic() + seconds
+        while True:
+            if self.is_cancelled():
+                raise CancelRequested
+            left_s = ends - self.clock.monotonic()
+            if left_s <= 0:
+                return
+            self.clock.sleep(min(left_s, CANCEL_LOOK_S))
+
+
+def won_machine(op: Operator, launched: Launch) -> Machine | None:
+    """The machine that this launch's approval won, as it is on record."""
+    run = runs.load(op, launched.approval_id) if launched.approval_id else None
+    if run is None or run.won is None:
+        return None
+    runs.require_ours(op, run)
+    attempt = next((a for a in run.attempts if a.intent == run.won), None)
+    return machines.find(op.project, attempt.machine_id) if attempt is not None else None
+
+
+def rent(op: Operator, launched: Launch, found: Plan, approval: Approval) -> tuple[Machine, Link]:
+    """A link to the launch's one machine: the one it won, else the one `provision` brings now.
+
+    Ctrl-C, or a cancel from elsewhere, ends what was begun. Raises StateBusy when another command is at it.
+    """
+    from gpu_skills.lifecycle import provision
+
+    machine = won_machine(op, launched)
+    if machine is not None:
+        link = op.connect(machine)
+    else:
+        patient = replace(op, clock=CancellableClock(op.clock, lambda: launch.is_cancelled(op.project, launched.plan)))
+        shorter = replace(found, deadline_s=min(found.deadline_s, launched.max_lease_s))
+        try:
+            provisioned = provision.provision(patient, launched.plan, shorter, approval)
+        except KeyboardInterrupt:
+            end_machines(op, launched, why="cancelled")
+            raise
+        machine, link = provisioned.machine, provisioned.link
+    launch.update(op.project, launched.plan, lambda one: replace(one, machine_id=machine.id))
+    return machine, link
+
+
+def submit(
+    op: Operator,
+    launched: Launch,
+    found: Plan,
+    link: Link,
+    spec: JobSpec,
+    packed: Packed,
+    *,
+    hf_token: str | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Submitted:
+    """Open the session, bring the inputs, start the job. All of it again after a death, and started once.
+
+    The inputs are verified there before anything of the job runs: each file by its hash when it arrives, and once
+    more when the job's own copy is made.
+    """
+
+    def goes_on(done: int, total: int) -> None:
+        require_wanted(op, launched)
+        if progress is not None:
+            progress(done, total)
+
+    folder = JobFolder(op.project, launched.job)
+    try:
+        with folder.launching():
+            require_wanted(op, launched)
+            open_session(op, link, launched, reason=found.deadline_reason or DEADLINE_REASON)
+            report = send(op.project, link, packed, goes_on)
+            require_wanted(op, launched)
+            return start(
+                op.project,
+                op.ledger,
+                op.clock,
+                link,
+                spec,
+                packed,
+                report,
+                env_values=spec.env_values(),
+                hf_token=hf_token,
+                job=launched.job,
+                plan=launched.plan,
+                resume=staging.RESUME_FOLDER if found.resume_from else None,
+            )
+    except KeyboardInterrupt:
+        if not folder.was_sent:  # nothing runs there and nothing will: there is no reason to keep it
+            end_machines(op, launched, why="cancelled")
+        raise
+
+
+def require_wanted(op: Operator, launched: Launch) -> None:
+    if launch.is_cancelled(op.project, launched.plan):
+        raise CancelRequested
+
+
+def open_session(op: Operator, link: Link, launched: Launch, *, reason: str) -> None:
+    """The machine's own bound on work: a moment before its fuse, so that exit records and outputs are complete."""
+    from gpu_skills.lifecycle import fuse
+
+    deadline_at = None
+    if link.machine.deadline_at is not None:
+        deadline_at = fuse.session_deadline(parse_timestamp(link.machine.deadline_at))
+    machines.open_rented_session(op.project, link, clock=op.clock, deadline_at=deadline_at, reason=reason)
+
+
+# the end -------------------------------------------------------------------------------------------------------------
+
+
+def may_try_again(op: Operator, launched: Launch, machine: Machine) -> bool:
+    """Whether a job that went down with its container may run once more: on the same machine, and only once."""
+    if len(launched.jobs) > 1 or launched.cancelled_at is not None:
+        return False
+    line = op.ledger.latest(launched.job)
+    if line is None or op.ledger.state_of(line) != "lost":
+        return False
+    return line.get("reason") in ("reboot", "never_started", "machine_forgot") and _has_time(op, machine)
+
+
+def _has_time(op: Operator, machine: Machine) -> bool:
+    ends = machine.deadline_at
+    return ends is None or op.clock.now() + timedelta(minutes=5) < parse_timestamp(ends)
+
+
+def try_again(op: Operator, launched: Launch) -> Launch:
+    """Take the id of the second try."""
+    job = op.ledger.new_job_id()
+    return launch.update(
+        op.project, launched.plan, lambda one: one if len(one.jobs) > 1 else replace(one, jobs=(*one.jobs, job))
+    )
+
+
+def keep(op: Operator, launched: Launch, link: Link | None) -> datetime | None:
+    """Until when the machine is held, counted from the first time somebody asks; None: not at all.
+
+    The machine is told as well, so that it goes when nobody here is left to end it.
+    """
+    if launched.hold_for_s <= 0 or launched.cancelled_at is not None or launched.ended_at is not None:
+        return None
+    until = launched.held_until
+    if until is None:
+        until = op.clock.now() + timedelta(seconds=launched.hold_for_s)
+        machine = won_machine(op, launched)
+        if machine is not None and machine.deadline_at is not None:
+            until = min(until, parse_timestamp(machine.deadline_at))
+        said = timestamp(until)
+        launched = launch.update(op.project, launched.plan, lambda one: replace(one, hold_until=one.hold_until or said))
+        until = launched.held_until or until
+        if link is not None:
+            try:
+                machines.open_rented_session(
+                    op.project, link, clock=op.clock, deadline_at=until, reason="hold_for", is_moved=True
+                )
+            except GpuError as exc:  # its deadline still bounds it
+                op.say(f"the machine could not be told of the hold: {exc.message}")
+    return until if until > op.clock.now() else None
+
+
+def gate(op: Operator, launched: Launch, machine: Machine) -> list[Refused]:
+    """What stands against the end of a job's machine: a job that runs there, outputs that are nowhere else."""
+    running = op.running_jobs(machine.id)
+    if running:
+        return [JobRunning(job=running[0])]
+    lost = op.unverified(machine.id)
+    if lost:
+        return [NotCollected(jobs=", ".join(lost), next_step=f"gpu job pull {lost[0]} --force")]
+    return []
+
+
+def let_go(op: Operator, launched: Launch, *, why: str = "job_over") -> str:
+    """Destroy the launch's machine, unless something would be lost; the state it is in then.
+
+    Raises JobRunning or NotCollected, and MachineUnconfirmed when the provider gives no clear answer.
+    """
+    machine = won_machine(op, launched)
+    if machine is None:
+        return "destroyed"
+    for obstacle in gate(op, launched, machine):
+        raise obstacle
+    return end_machines(op, launched, why=why)
+
+
+def end_machines(op: Operator, launched: Launch, *, why: str, wait_s: float = DESTROY_WAIT_S) -> str:
+    """Destroy every machine this launch's approval made and rent no other; `destroyed`, or `terminating`.
+
+    What was begun and never answered is looked for first, since it may exist.
+    """
+    from gpu_skills.lifecycle import accounting, reconcile, release
+
+    run = runs.load(op, launched.approval_id) if launched.approval_id else None
+    if run is None:
+        launch.end(op.project, op.clock, launched.plan)
+        return "destroyed"
+    runs.require_ours(op, run)
+    run = runs.update(op, run.approval_id, lambda one: replace(one, state="closed") if one.state == "open" else one)
+    if any(_is_unanswered(op, a) for a in run.attempts):
+        reconcile.run(op, [run.provider])
+    left: list[str] = []
+    for attempt in run.attempts:
+        machine = machines.find(op.project, attempt.machine_id)
+        if machine is None or machine.status in states.FINAL:
+            continue
+        if _is_unanswered(op, attempt) and machine.instance_id is None:
+            left.append(machine.id)
+            continue
+        try:
+            state = release.destroy(op, machine, why=why, wait_s=wait_s)
+        except (Refused, GpuError) as exc:
+            raise MachineUnconfirmed(
+                machine=machine.id, job=launched.job, reason=exc.message, next_step=exc.next_step, cause=exc.code
+            ) from exc
+        if state != "destroyed":
+            left.append(machine.id)
+    if left:
+        return "terminating"
+    accounting.settle_run(op, runs.load(op, run.approval_id))
+    launch.end(op.project, op.clock, launched.plan)
+    return "destroyed"
+
+
+def _is_unanswered(op: Operator, attempt: runs.Attempt) -> bool:
+    intent = intents.read(op.project).get(attempt.intent)
+    return intent is not None and intent.is_open
+
+
+def settle(op: Operator, link: Link) -> dict[str, dict[str, Any]]:
+    """Ask the machine how its jobs are, write the ends, tell who wants to know."""
+    return observe.settle(op.project, op.ledger, op.clock, link, notify=op.notify)
+
+
+def cancelled_before_it_began(op: Operator, launched: Launch) -> None:
+    """Give a job that never began its two lines, so that every list shows what became of it. It cost nothing: what its
+    machine cost until then is in charges."""
+    if op.ledger.latest(launched.job) is None:
+        try:
+            job_plan = plan.load(op.project, launched.plan)[1]
+            provider, what = job_plan.provider, {"run": (job_plan.job or {}).get("run")}
+        except GpuError:
+            provider, what = None, {}
+        now = timestamp(op.clock.now())
+        op.ledger.start(
+            {"id": launched.job, "provider": provider, "inputs": what, "started_at": now, "plan": launched.plan}
+        )
+    op.ledger.finish(
+        {
+            "id": launched.job,
+            "status": "cancelled",
+            "completed_at": timestamp(op.clock.now()),
+            "duration_s": 0,
+            "cost_usd": 0,
+            "artifacts": [],
+            "error": "cancelled before it began",
+            "reason": "user",
+        }
+    )
+
+
+def is_over(op: Operator, launched: Launch) -> bool:
+    """Whether the job has ended, its outputs are here and its machine is gone."""
+    line = op.ledger.latest(launched.job)
+    if line is None or op.ledger.is_open(line):
+        return False
+    machine = won_machine(op, launched)
+    return machine is None or machine.status in states.FINAL
