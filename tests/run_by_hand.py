@@ -145,6 +145,7 @@ class ByHand:
                 gpu_count=1,
                 max_rate_usd_hr=self.offer.rate_usd_hr * 2,
                 ssh_public_key="ssh-ed25519 AAAA test",
+                persistent_gb=self.disk_gb if self.machine_class == "project" else None,
                 **bid,
             )
         )
