@@ -88,3 +88,53 @@ def test_jobs_of_a_machine_whose_record_is_gone_are_shown_as_last_seen_until_it_
     assert gpu("job", "cancel", "--json").error["next_step"] == "gpu setup"
     assert gpu("setup").exit_code == 0
     assert gpu("job", "cancel", "--json").document["state"] == "cancelled"
+
+
+# gpu doctor --notify -----------------------------------------------------------------------------------------------
+
+
+def test_without_targets_it_says_that_nobody_is_told(project, gpu):
+    result = gpu("doctor", "--notify", "--json")
+    assert (result.exit_code, finding(result, "notify")["verdict"]) == (0, "note")
+
+
+def test_every_target_gets_a_test_message_and_is_reported(project, gpu):
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    bodies = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    policy = project / ".pi/gpu/policy.json"
+    targets = [
+        {"url": f"json://127.0.0.1:{server.server_address[1]}/in", "name": "hook", "events": ["recovery"]},
+        {"url": "json://127.0.0.1:9/in", "name": "dead"},
+        {"url": "ntfys://${NTFY_TOKEN}@127.0.0.1/lab", "name": "phone"},
+    ]
+    policy.write_text(json.dumps({**json.loads(policy.read_text()), "notify": targets}))
+    try:
+        results = [gpu("doctor", "--notify", "--json") for _ in range(2)]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert [body["title"] for body in bodies] == ["gpu: a test"] * 2, "a test may be repeated"
+    assert [(f["what"], f["verdict"]) for f in results[0].document["findings"]] == [
+        ("notify hook", "ok"),
+        ("notify dead", "problem"),
+        ("notify phone", "problem"),
+    ]
+    assert results[0].exit_code == 1
+    assert "NTFY_TOKEN is neither in the environment" in finding(results[0], "notify phone")["text"]

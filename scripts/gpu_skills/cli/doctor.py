@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpu_skills.cli.base import command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.output import Output
+
+if TYPE_CHECKING:
+    from gpu_skills.jobs.checkup import Finding
+    from gpu_skills.lifecycle.channels import Told
 
 
 @command(
@@ -19,7 +23,8 @@ from gpu_skills.cli.output import Output
     exits="0 nothing wrong · 1 something is; every problem names its next step",
 )
 @click.option("--config", "show_config", is_flag=True, help="Every setting, its value and where it comes from.")
-def doctor(context: Context, show_config: bool) -> Output:
+@click.option("--notify", "tries_notify", is_flag=True, help="Send a test message to every target of the policy.")
+def doctor(context: Context, show_config: bool, tries_notify: bool) -> Output:
     """Check this computer, the project's files and its machine. Changes nothing, costs nothing."""
     from gpu_skills.errors import GpuError
     from gpu_skills.jobs import checkup
@@ -28,6 +33,8 @@ def doctor(context: Context, show_config: bool) -> Output:
         rows = context.config.describe()
         lines = [f"{r['key']}: {_as_yaml(r['value'])}    ({r['where']})" for r in rows]
         return Output({"config": rows}, "\n".join(lines))
+    if tries_notify:
+        return _report([_as_finding(told) for told in context.notifier.test()] or [_nobody()])
     findings = checkup.computer(context.environ)
     try:
         project = context.project
@@ -41,6 +48,10 @@ def doctor(context: Context, show_config: bool) -> Output:
         findings += checkup.jobs_home(project, context.ledger)
         if not any(f.what == "policy.json" and f.verdict == "problem" for f in findings):
             findings += checkup.idle_deployments(project, context.ledger, context.policy, context.clock.now())
+    return _report(findings)
+
+
+def _report(findings: list[Finding]) -> Output:
     bad = [f for f in findings if f.verdict == "problem"]
     marks = {"ok": "ok  ", "note": "note", "problem": "BAD "}
     lines = [
@@ -50,6 +61,21 @@ def doctor(context: Context, show_config: bool) -> Output:
     return Output(
         {"findings": [vars(f) for f in findings], "problems": len(bad)}, "\n".join(lines), exit_code=1 if bad else 0
     )
+
+
+def _as_finding(told: Told) -> Finding:
+    from gpu_skills.jobs.checkup import Finding
+
+    what = f"notify {told.target.shown}"
+    if told.delivered:
+        return Finding(what, "ok", "took the test message; look whether it arrived")
+    return Finding(what, "problem", f"was not told: {told.reason}", "edit the notify part of policy.json")
+
+
+def _nobody() -> Finding:
+    from gpu_skills.jobs.checkup import Finding
+
+    return Finding("notify", "note", "no policy names anybody to tell", "see notify in docs/state-files.md")
 
 
 def _as_yaml(value: Any) -> str:
