@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpu_skills.lifecycle.ahead import Ahead
     from gpu_skills.lifecycle.connect import Link
     from gpu_skills.lifecycle.machines import Machine
+    from gpu_skills.lifecycle.notify import Notifier
     from gpu_skills.lifecycle.operator import Operator
     from gpu_skills.providers.base import Offer, RentedReader, RentedWriter
     from gpu_skills.state.ledger import Ledger
@@ -219,6 +220,21 @@ class Context:
             settle_jobs=lambda machine, why, at=None: gone.end_jobs(
                 self.project, self.ledger, self.clock, machine, why, at=at
             ),
+            say=say,
+        )
+
+    @cached_property
+    def notifier(self) -> Notifier:
+        """Who is told what happens, as the policy says. Its `send` never raises; in Audit nobody is told."""
+        from gpu_skills import userdirs
+        from gpu_skills.lifecycle.notify import Notifier
+
+        return Notifier(
+            project=self.project,
+            policy=lambda: self.policy,
+            environ=self.environ,
+            user_state=lambda: userdirs.state_dir(self.environ),
+            clock=self.clock,
             say=say,
         )
 
