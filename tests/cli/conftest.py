@@ -64,7 +64,8 @@ def gpu(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
         capfd.readouterr()
         stream = stdin if isinstance(stdin, Terminal) else io.TextIOWrapper(io.BytesIO(stdin))
         monkeypatch.setattr(sys, "stdin", stream)
-        world = {"system_policy": tmp_path / "no-system-policy.json", **world}
+        own = {"system_policy": tmp_path / "no-system-policy.json", "account_home": Path(os.environ["HOME"])}
+        world = {**own, **world}
         context = Context(cwd=cwd or tmp_path, environ=dict(os.environ), **world)
         code = main.run(list(args), obj=context)
         out, err = capfd.readouterr()

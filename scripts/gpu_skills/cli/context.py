@@ -42,6 +42,7 @@ class Context:
         connect: Callable[[Machine], Link] | None = None,
         system_policy: Path | None = None,
         wire: Callable[..., Any] | None = None,
+        account_home: Path | None = None,
     ):
         self.cwd = cwd or Path.cwd()
         self.environ = os.environ if environ is None else environ
@@ -49,6 +50,7 @@ class Context:
         self._connect = connect
         self._system_policy = system_policy
         self._wire = wire
+        self._account_home = account_home
         self._clients: dict[Credential, Any] = {}
         self._accounts: dict[str, str] = {}
         self._open: list[Link] = []
@@ -221,6 +223,7 @@ class Context:
                 self.project, self.ledger, self.clock, machine, why, at=at
             ),
             say=say,
+            account_home=self._account_home,
         )
 
     @cached_property

@@ -19,6 +19,7 @@ COMMANDS = {
     "doctor": (_C + "doctor:doctor", "Check this computer, the project and its machine; changes nothing."),
     "status": (_C + "project:status", "What is alive in this project; reads only."),
     "offers": (_C + "offers:offers", "What could be used, at which rate; reads only."),
+    "approve": (_C + "approve:approve", "Record a person's yes to one plan; --show reads only."),
     "setup": (_C + "project:setup", "Make the project's machine ready."),
     "destroy": (_C + "project:destroy", "Give the project's machine back; refused while outputs are uncollected."),
     "spend": (_C + "spend:spend", "What was spent, from the ledger; reads only."),

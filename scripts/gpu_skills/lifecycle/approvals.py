@@ -1,107 +1,45 @@
 """Who allowed which plan: recorded once, verified again each time, good for one use.
 
-An approval is a line of `approvals.jsonl`. What it says is hashed to its id, so an edited line names itself no more;
-at level `signature` the same bytes were signed with SSH by somebody the policy names. `statement` records a person's
+At level `signature` an approval was signed with SSH by somebody whom the policy names. `statement` records a person's
 words: it stops mistakes, not somebody who writes the line themselves.
 
-Whether one is used up is kept outside the project, by the id: a run (`runs`) for what rents, a use for what is done to
+Whether one is used up is kept outside the project, by its id: a run (`runs`) for what rents, a use for what is done to
 one machine. `used_at` on a line is an echo of that.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
-from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
-from gpu_skills.clock import parse_timestamp, timestamp
+from gpu_skills.clock import timestamp
 from gpu_skills.errors import (
     ApprovalExpired,
     ApprovalInvalid,
     ApprovalNeeded,
     ApprovalUsed,
+    StateError,
     UsageError,
     one_line,
 )
-from gpu_skills.lifecycle import runs, signatures
+from gpu_skills.lifecycle import approval_record, runs, signatures
+from gpu_skills.lifecycle.approval_record import APPROVALS, Approval
 from gpu_skills.lifecycle.asks import Ask, ask_of_plan
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.state import files, journal, quick_check, strict_json
+from gpu_skills.state import files, journal, strict_json
 from gpu_skills.state.policy import Policy
-from gpu_skills.units import json_number, usd
+from gpu_skills.units import format_usd, json_number, usd
 
 __all__ = [
-    "Approval", "Ask", "Use", "ask_of_plan", "find", "finish", "give", "give_signed", "message", "needed", "note_used",
-    "signing_commands", "use",
+    "Approval", "Ask", "Use", "argument", "ask_of_plan", "commands", "find", "finish", "give", "give_signed", "message",
+    "needed", "note_used", "use",
 ]  # fmt: skip
 
-APPROVALS = "approvals.jsonl"
 LIFE = timedelta(hours=1)
 CLOCK_SKEW = timedelta(minutes=2)
 MAX_WORDS = 4000
-MAX_LOOKED_AT = 50  # approvals of one plan, the newest
-_SIGNED = ("action", "expires", "issued", "level", "max_cost_usd", "nonce", "plan", "project", "subject")
-
-
-@dataclass(frozen=True)
-class Approval:
-    """statement, source: the words and where they were said, None where it was signed. signer: as the policy has it."""
-
-    id: str
-    plan_sha256: str
-    project_id: str
-    level: str
-    issued_at: datetime
-    expires_at: datetime
-    action: str
-    subject: dict[str, Any]
-    max_cost_usd: Decimal
-    nonce: str
-    statement: str | None = None
-    source: str | None = None
-    signer: str | None = None
-    signature: str | None = None
-
-    def content(self) -> bytes:
-        """What the id hashes, and what is signed: canonical JSON, the same bytes whoever writes them."""
-        said: dict[str, Any] = {
-            "action": self.action,
-            "expires": timestamp(self.expires_at),
-            "issued": timestamp(self.issued_at),
-            "level": self.level,
-            "max_cost_usd": json_number(self.max_cost_usd),
-            "nonce": self.nonce,
-            "plan": self.plan_sha256,
-            "project": self.project_id,
-            "subject": self.subject,
-        }
-        if self.level == "statement":
-            said |= {"words": self.statement, "source": self.source}
-        return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
-
-    def to_record(self) -> dict[str, Any]:
-        """As a line of approvals.jsonl holds it, without `ts`."""
-        return {
-            "id": self.id,
-            "plan_sha256": self.plan_sha256,
-            "project_id": self.project_id,
-            "level": self.level,
-            "action": self.action,
-            "subject": self.subject,
-            "max_cost_usd": json_number(self.max_cost_usd),
-            "statement": self.statement,
-            "source": self.source,
-            "signer": self.signer,
-            "signature": self.signature,
-            "nonce": self.nonce,
-            "approved_at": timestamp(self.issued_at),
-            "expires_at": timestamp(self.expires_at),
-        }
 
 
 @dataclass(frozen=True)
@@ -123,20 +61,19 @@ class Use:
 def give(op: Operator, ask: Ask, *, statement: str, source: str) -> Approval:
     """Record a person's yes in their words. source: `--yes`, `terminal` or `approve`.
 
-    ApprovalNeeded where the policy wants a signature.
+    ApprovalNeeded where the policy wants a signature; ApprovalExpired, ApprovalUsed when the plan is over.
     """
-    policy = op.policy()
+    op.project.require_writable()
     _require_open(op, ask)
-    if policy.approval_level != "statement":
-        raise needed(op, ask, "words are not enough here: the policy wants a signature")
+    if op.policy().approval_level != "statement":
+        raise needed(op, ask, "words are not enough, the policy wants a signature")
     words = statement.strip()
     if not words or len(words) > MAX_WORDS:
         raise UsageError(
             f"a statement has 1 to {MAX_WORDS} characters, this one {len(words)}",
-            next_step=f"gpu approve {ask.name} --statement TEXT",
+            next_step=f"gpu approve {argument(ask)} --statement TEXT",
         )
-    approval = replace(_draft(op, ask, "statement"), statement=words, source=source)
-    return _record(op, replace(approval, id=_id(approval)))
+    return _record(op, replace(_draft(op, ask, "statement"), statement=words, source=source))
 
 
 def message(op: Operator, ask: Ask) -> bytes:
@@ -147,61 +84,53 @@ def message(op: Operator, ask: Ask) -> bytes:
 
 def give_signed(op: Operator, ask: Ask, message: bytes, signature: bytes | str) -> Approval:
     """Record a signed yes. ApprovalInvalid when it is not what was asked, or not signed by one who may."""
+    op.project.require_writable()
     _require_open(op, ask)
     text = signature if isinstance(signature, str) else signature.decode("ascii", "replace")
     try:
         said = strict_json.loads(message, max_depth=8)
     except strict_json.Fault as fault:
-        raise _invalid(ask, f"the message that was signed is not the one that was shown: {fault}") from fault
-    if not isinstance(said, dict) or sorted(said) != sorted(_SIGNED):
-        raise _invalid(ask, "the message that was signed is not the one that was shown")
-    record = {
-        **{name: said[name] for name in ("action", "level", "max_cost_usd", "nonce", "subject")},
-        "plan_sha256": said["plan"],
-        "project_id": said["project"],
-        "approved_at": said["issued"],
-        "expires_at": said["expires"],
-        "signature": text,
-        "ts": timestamp(op.clock.now()),
-    }
-    if said["level"] != "signature" or _problem_of({**record, "id": "a_"}) is not None:
-        raise _invalid(ask, "the message that was signed is not the one that was shown")
-    approval = _approval(record)
-    if approval.content() != message:
-        raise _invalid(ask, "the message that was signed is not the one that was shown, byte by byte")
-    approval = _verified(op, ask, replace(approval, id=_id(approval)), op.policy())
+        raise _invalid(ask, f"what was signed is not the message that was shown: {fault}") from fault
+    approval = approval_record.of_message(said, text, op.clock.now())
+    if approval is None or approval.content() != message:
+        raise _invalid(ask, "what was signed is not the message that was shown, byte by byte")
+    approval = _verified(ask, replace(approval, id=approval.own_id), op.policy())
     _require_fresh(op, ask, approval)
-    _standing(op, ask, approval, is_echoed=False)
     return _record(op, approval)
 
 
-def signing_commands(op: Operator, ask: Ask) -> list[str]:
-    """What the person types: message into a file, sign it, hand it in."""
+def commands(op: Operator, ask: Ask) -> list[str]:
+    """What is typed to allow this. At level `signature`: message into a file, sign it, hand it in.
+
+    ApprovalExpired or ApprovalUsed when nothing typed would allow it any more.
+    """
+    policy = op.policy()
+    if policy.approval_level == "statement":
+        _require_open(op, ask)
+        return [f"gpu approve {argument(ask)} --statement TEXT"]
     file = f"approval-{ask.name}.txt"
-    namespace = op.policy().approval_namespace
-    made, signed = signatures.signing_commands(message(op, ask), namespace=namespace, file=file)
-    return [made, signed, f"gpu approve {_argument(ask)} --signature {file}.sig"]
+    signing = signatures.signing_commands(message(op, ask), namespace=policy.approval_namespace, file=file)
+    return [*signing, f"gpu approve {argument(ask)} --signature {file}.sig"]
 
 
-def needed(op: Operator, ask: Ask, why: str = "") -> ApprovalNeeded:
-    """The error that carries the text to show; at level `signature` also what to type."""
-    level = op.policy().approval_level
-    details: dict[str, Any] = {
-        "plan": ask.sha256,
-        "action": ask.action,
-        "level": level,
-        "worst_case_usd": json_number(ask.worst_case_usd),
-        "text": ask.text,
-    }
-    if level == "signature":
-        if not op.policy().approval_signers:
-            why = why or "the policy wants a signature, and names nobody who may sign"
-        details["commands"] = signing_commands(op, ask)
-        step = f"show it to the person who pays: gpu approve {_argument(ask)} --show"
-    else:
-        step = f"ask the person who pays, then: gpu approve {_argument(ask)} --statement TEXT"
-    first = f"{why}; " if why else "a person has to agree: "
-    return ApprovalNeeded(first + "; ".join(ask.lines), next_step=step, **details)
+def needed(op: Operator, ask: Ask, why: str = "a person has to agree") -> ApprovalNeeded:
+    """The error that carries the text to show, and what to type. Raises as `commands` when it is too late for a yes."""
+    policy = op.policy()
+    step = f"show it to the person who pays: gpu approve {argument(ask)} --show"
+    if policy.approval_level == "statement":
+        step = f"ask the person who pays, then: gpu approve {argument(ask)} --statement TEXT"
+    elif not policy.approval_signers:
+        why += ", with a signature, and the policy names nobody who may sign"
+    return ApprovalNeeded(
+        f"{why}: {'; '.join(ask.lines)}",
+        next_step=step,
+        plan=ask.sha256,
+        action=ask.action,
+        level=policy.approval_level,
+        worst_case_usd=json_number(ask.worst_case_usd),
+        text=ask.text,
+        commands=commands(op, ask),
+    )
 
 
 # finding one --------------------------------------------------------------------------------------------------------
@@ -211,40 +140,69 @@ def find(op: Operator, ask: Ask, *, approval_id: str | None = None) -> Approval:
     """The approval that allows this now. Everything about it is verified again, each time.
 
     One that this state directory has begun to use comes first, whatever others there are: the same plan again follows
-    what was begun. It may have expired when its machine was won. ApprovalNeeded, -Expired, -Used, -Invalid.
+    what was begun. It may have expired when its machine was won. A plan is used once: when that is over, no other
+    approval of it holds. approval_id: that one only. ApprovalNeeded, -Expired, -Used, -Invalid.
     """
-    if ask.project_id != op.project.project_id:
-        raise _invalid(ask, f"the plan is of project {ask.project_id}, not of {op.project.project_id}")
-    policy = op.policy()
-    records, echoed, passed_over = _lines_about(op, ask)
-    free: list[Approval] = []
-    failures: list[ApprovalNeeded] = []
-    for record in records:
-        if approval_id is not None and record["id"] != approval_id:
-            continue
-        try:
-            approval = _approval(record)
-            if approval.id != _id(approval):
-                raise _invalid(ask, f"approval {approval.id} does not say what it said when it was given")
-            standing = _standing(op, ask, approval, is_echoed=approval.id in echoed)
-            if standing != "won":
-                _require_fresh(op, ask, approval)
-            approval = _verified(op, ask, approval, policy)
-        except ApprovalNeeded as exc:
-            failures.append(exc)
-            continue
-        if standing != "free":
-            return approval
-        free.append(approval)
-    if free:
-        return free[0]
-    error = failures[0] if failures else needed(op, ask)
+    _require_same_project(op, ask)
+    seen = _look(op, ask, approval_id=approval_id)
+    if seen.begun is not None:
+        return seen.begun
+    if seen.free and not seen.over:
+        return seen.free[0]
+    error = next(iter([*seen.over, *seen.failures]), None)
+    if error is None:
+        error = needed(op, ask)
     error.details |= {
         "text": ask.text,
-        "others": [failure.message for failure in failures[1:]],
-        "passed_over": [f"{APPROVALS}{problem.at}: {problem.message}" for problem in passed_over],
+        "others": [failure.message for failure in seen.failures if failure is not error],
+        "passed_over": seen.passed_over,
     }
     raise error
+
+
+@dataclass
+class _Seen:
+    """The approvals of one plan, each verified. failures: what is wrong with the others, newest first. over: those of
+    them that were used, so that the plan is."""
+
+    begun: Approval | None = None
+    free: list[Approval] = field(default_factory=list)
+    failures: list[ApprovalNeeded] = field(default_factory=list)
+    over: list[ApprovalNeeded] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
+
+
+def _look(op: Operator, ask: Ask, *, approval_id: str | None = None) -> _Seen:
+    lines = approval_record.read(op.project, ask.sha256)
+    policy = op.policy()
+    seen = _Seen(passed_over=lines.passed_over)
+    for record in lines.records:
+        if approval_id is not None and record["id"] != approval_id:
+            continue
+        standing = "free"
+        try:
+            approval = Approval.from_record(record)
+            if approval.id != approval.own_id:
+                raise _invalid(ask, f"approval {approval.id} does not say what it said when it was given")
+            approval = _verified(ask, approval, policy)
+            standing = _standing(op, ask, approval, is_echoed=approval.id in lines.echoed)
+            if standing != "won":
+                _require_fresh(op, ask, approval)
+        except ApprovalNeeded as exc:
+            seen.failures.append(exc)
+            if standing == "begun":  # and expired: what was begun may still come, so nothing else may begin
+                exc.next_step = "gpu reconcile"
+            if standing == "begun" or isinstance(exc, ApprovalUsed):
+                seen.over.append(exc)
+            continue
+        if standing == "free":
+            seen.free.append(approval)
+        elif seen.begun is None:
+            seen.begun = replace(approval, is_begun=True)
+    return seen
+
+
+# using it -----------------------------------------------------------------------------------------------------------
 
 
 def use(op: Operator, approval: Approval, ask: Ask) -> Use:
@@ -259,14 +217,8 @@ def use(op: Operator, approval: Approval, ask: Ask) -> Use:
     with files.lock(path):
         found = _load_use(op, approval.id)
         if found is None:
-            begun = Use(
-                approval.id,
-                ask.sha256,
-                ask.project_id,
-                ask.action,
-                runs.owner_of(op),
-                timestamp(op.clock.now()),
-            )
+            now = timestamp(op.clock.now())
+            begun = Use(approval.id, ask.sha256, ask.project_id, ask.action, runs.owner_of(op), now)
             files.commit(path, files.dumps_pretty(asdict(begun)), expected=None)
             return begun
     _require_ours(op, ask, found)
@@ -275,11 +227,10 @@ def use(op: Operator, approval: Approval, ask: Ask) -> Use:
 
 def finish(op: Operator, approval: Approval) -> None:
     """Say that the action of a used approval is over. Repeating it changes nothing."""
-    path = _use_path(op, approval.id)
     if _load_use(op, approval.id) is None:
         return
     now = timestamp(op.clock.now())
-    files.update(path, lambda record: {**record, "finished_at": record.get("finished_at") or now})
+    files.update(_use_path(op, approval.id), lambda record: {**record, "finished_at": record.get("finished_at") or now})
 
 
 def note_used(op: Operator, approval: Approval) -> None:
@@ -289,29 +240,48 @@ def note_used(op: Operator, approval: Approval) -> None:
     journal.append(op.project.path(APPROVALS), [{**approval.to_record(), "used_at": now, "ts": now}])
 
 
+def _use_path(op: Operator, approval_id: str) -> Path:
+    return runs.folder(op, approval_id).parent / "uses" / f"{approval_id}.json"
+
+
+def _load_use(op: Operator, approval_id: str) -> Use | None:
+    path = _use_path(op, approval_id)
+    record = files.read_json(path, default=None)
+    try:
+        return None if record is None else Use(**record)
+    except TypeError as exc:
+        raise StateError(
+            file=path.name, at="", problem="found something else, allowed is what gpu wrote", next_step=f"edit {path}"
+        ) from exc
+
+
 # what holds ---------------------------------------------------------------------------------------------------------
 
 
-def _verified(op: Operator, ask: Ask, approval: Approval, policy: Policy) -> Approval:
+def _verified(ask: Ask, approval: Approval, policy: Policy) -> Approval:
     """The approval with its signer, if it is one of this ask, at the level that is demanded now."""
+    named = f"approval {approval.id}"
     if approval.project_id != ask.project_id:
-        raise _invalid(ask, f"approval {approval.id} was given for project {approval.project_id}")
+        raise _invalid(ask, f"{named} was given for project {approval.project_id}")
     if approval.plan_sha256 != ask.sha256:
-        raise _invalid(ask, f"approval {approval.id} was given for plan {approval.plan_sha256[:12]}, not {ask.name}")
+        raise _invalid(ask, f"{named} was given for another plan, {approval.plan_sha256[:12]}")
     if approval.action != ask.action or approval.subject != ask.subject:
-        raise _invalid(ask, f"approval {approval.id} was given for something else than this plan says")
+        raise _invalid(ask, f"{named} was given for something else than the plan says")
     if approval.max_cost_usd < usd(ask.worst_case_usd):
-        raise _invalid(
-            ask, f"approval {approval.id} allows {approval.max_cost_usd} USD, the worst case is {ask.worst_case_usd}"
-        )
-    if approval.level != "signature":
-        if policy.approval_level == "signature":
-            raise _invalid(ask, f"approval {approval.id} is a statement, the policy wants a signature")
-        if not approval.statement or not approval.source:
-            raise _invalid(ask, f"approval {approval.id} has no words of a person")
-        return approval
+        allowed, worst = format_usd(approval.max_cost_usd), format_usd(ask.worst_case_usd)
+        raise _invalid(ask, f"{named} allows {allowed}, the worst case is {worst}")
+    if approval.level == "signature":
+        return replace(approval, signer=_signer(ask, approval, policy))
+    if policy.approval_level == "signature":
+        raise _invalid(ask, f"{named} is a statement, the policy wants a signature")
+    if not approval.statement or not approval.source:
+        raise _invalid(ask, f"{named} has no words of a person")
+    return approval
+
+
+def _signer(ask: Ask, approval: Approval, policy: Policy) -> str:
     try:
-        signer = signatures.verify(
+        return signatures.verify(
             approval.content(),
             approval.signature or "",
             signers=policy.approval_signers,
@@ -319,22 +289,18 @@ def _verified(op: Operator, ask: Ask, approval: Approval, policy: Policy) -> App
         )
     except signatures.BadSignature as exc:
         raise _invalid(ask, f"the signature of approval {approval.id} does not hold: {exc}") from exc
-    return replace(approval, signer=signer)
 
 
 def _require_fresh(op: Operator, ask: Ask, approval: Approval) -> None:
     now = op.clock.now()
     if approval.issued_at > now + CLOCK_SKEW:
         raise _invalid(ask, f"approval {approval.id} was given at {timestamp(approval.issued_at)}, which is to come")
-    longest = _end_of_life(ask, approval.issued_at)
-    if approval.expires_at > longest:
-        raise _invalid(
-            ask, f"approval {approval.id} would hold until {timestamp(approval.expires_at)}, longer than any"
-        )
+    if approval.expires_at > _end_of_life(ask, approval.issued_at):
+        raise _invalid(ask, f"approval {approval.id} would hold until {timestamp(approval.expires_at)}, too long")
     if now >= approval.expires_at:
         raise ApprovalExpired(
             reason=f"approval {approval.id} expired {timestamp(approval.expires_at)}",
-            next_step=f"gpu approve {_argument(ask)} --show",
+            next_step=f"gpu approve {argument(ask)} --show",
             plan=ask.sha256,
         )
 
@@ -363,74 +329,25 @@ def _require_ours(op: Operator, ask: Ask, found: Use) -> None:
         raise _used(ask, f"approval {found.approval_id} was used {found.used_at}")
 
 
-def _require_open(op: Operator, ask: Ask) -> None:
-    """That somebody may still say yes to this, here."""
-    op.project.require_writable()
+def _require_same_project(op: Operator, ask: Ask) -> None:
     if ask.project_id != op.project.project_id:
         raise _invalid(ask, f"the plan is of project {ask.project_id}, not of {op.project.project_id}")
+
+
+def _require_open(op: Operator, ask: Ask) -> None:
+    """That somebody may still say yes to this, here: else ApprovalExpired or ApprovalUsed."""
+    _require_same_project(op, ask)
     if ask.expires_at is not None and op.clock.now() >= ask.expires_at:
         raise ApprovalExpired(
             reason=f"plan {ask.name} expired {timestamp(ask.expires_at)}: prices have to be read again",
-            next_step=_measure_again(ask),
+            next_step=_plan_again(ask),
             plan=ask.sha256,
         )
+    for over in _look(op, ask).over:
+        raise over
 
 
-# reading and writing lines ------------------------------------------------------------------------------------------
-
-
-def _lines_about(op: Operator, ask: Ask) -> tuple[list[dict[str, Any]], set[str], list[journal.Problem]]:
-    """(lines of this plan, newest first, one of each id; ids that a line calls used; lines that are no approval)."""
-    found: dict[str, dict[str, Any]] = {}
-    echoed: set[str] = set()
-    passed_over: list[journal.Problem] = []
-    for _offset, number, record in journal.scan(op.project.path(APPROVALS)):
-        problem = record if isinstance(record, journal.Problem) else _problem_of(record, number)
-        if problem is not None:
-            passed_over = [*passed_over, problem][-5:]
-            continue
-        assert isinstance(record, dict)
-        if record["plan_sha256"] != ask.sha256:
-            continue
-        if record.get("used_at") is not None:
-            echoed.add(record["id"])
-        # A later line of the same id may be a forgery of it: both are looked at unless they say the same.
-        found[files.dumps_line({**record, "used_at": None, "ts": None}).decode()] = record
-    return list(reversed(found.values()))[:MAX_LOOKED_AT], echoed, passed_over
-
-
-def _problem_of(record: dict[str, Any], number: int = 0) -> journal.Problem | None:
-    """What keeps a line from being an approval."""
-    if not quick_check.fits(record, "approvals"):
-        from gpu_skills import schemas
-
-        for problem in schemas.problems(record, "approvals"):
-            return journal.Problem(f":{number}", problem.message)
-    if record.get("max_cost_usd") is None or not record.get("nonce") or not isinstance(record.get("subject"), dict):
-        return journal.Problem(
-            f":{number}", "found no cost, nonce or subject, allowed is an approval as this tool writes it"
-        )
-    return None
-
-
-def _approval(record: dict[str, Any]) -> Approval:
-    """Of a line that fits its schema."""
-    return Approval(
-        id=record.get("id", ""),
-        plan_sha256=record["plan_sha256"],
-        project_id=record["project_id"],
-        level=record["level"],
-        issued_at=parse_timestamp(record["approved_at"]),
-        expires_at=parse_timestamp(record["expires_at"]),
-        action=str(record.get("action")),
-        subject=record["subject"],
-        max_cost_usd=usd(record["max_cost_usd"]),
-        nonce=record["nonce"],
-        statement=record.get("statement"),
-        source=record.get("source"),
-        signer=record.get("signer"),
-        signature=record.get("signature"),
-    )
+# making one ---------------------------------------------------------------------------------------------------------
 
 
 def _draft(op: Operator, ask: Ask, level: str) -> Approval:
@@ -453,41 +370,33 @@ def _end_of_life(ask: Ask, issued: datetime) -> datetime:
     return (ask.approval_until or issued + LIFE).replace(microsecond=0)
 
 
-def _id(approval: Approval) -> str:
-    """The letter says where its use is kept: `s` is no hex digit."""
-    mark = runs.SIGNED_PREFIX if approval.level == "signature" else "a_"
-    return mark + hashlib.sha256(approval.content()).hexdigest()[:24]
-
-
 def _record(op: Operator, approval: Approval) -> Approval:
+    approval = replace(approval, id=approval.own_id)
     journal.append(op.project.path(APPROVALS), [{**approval.to_record(), "ts": timestamp(op.clock.now())}])
     return approval
 
 
-def _use_path(op: Operator, approval_id: str) -> Path:
-    return runs.folder(op, approval_id).parent / "uses" / f"{approval_id}.json"
+# words --------------------------------------------------------------------------------------------------------------
 
 
-def _load_use(op: Operator, approval_id: str) -> Use | None:
-    record = files.read_json(_use_path(op, approval_id), default=None)
-    return None if record is None else Use(**record)
+def argument(ask: Ask) -> str:
+    """How `gpu approve` is told which: a machine's end is asked for by the machine."""
+    return f"--machine {_machine(ask)}" if ask.action == "destroy" else ask.name
+
+
+def _plan_again(ask: Ask) -> str:
+    if ask.action == "destroy":
+        return f"gpu approve {argument(ask)} --show"
+    return "gpu plan --freeze" if ask.action == "rent" else f"gpu machine {ask.action} {_machine(ask)}"
+
+
+def _machine(ask: Ask) -> str:
+    return one_line(str(ask.subject.get("machine")), limit=80)
 
 
 def _invalid(ask: Ask, reason: str) -> ApprovalInvalid:
-    return ApprovalInvalid(reason=reason, next_step=f"gpu approve {_argument(ask)} --show", plan=ask.sha256)
+    return ApprovalInvalid(reason=reason, next_step=f"gpu approve {argument(ask)} --show", plan=ask.sha256)
 
 
 def _used(ask: Ask, reason: str) -> ApprovalUsed:
-    return ApprovalUsed(reason=reason, next_step=_measure_again(ask), plan=ask.sha256)
-
-
-def _measure_again(ask: Ask) -> str:
-    machine = one_line(str(ask.subject.get("machine")), limit=80)
-    if ask.action == "destroy":
-        return f"gpu approve --machine {machine} --show"
-    return "gpu plan --freeze" if ask.action == "rent" else f"gpu machine {ask.action} {machine}"
-
-
-def _argument(ask: Ask) -> str:
-    """How `gpu approve` is told which: a protected machine's end is asked for by its name."""
-    return f"--machine {ask.subject['machine']}" if ask.action == "destroy" else ask.name
+    return ApprovalUsed(reason=reason, next_step=_plan_again(ask), plan=ask.sha256)
