@@ -144,6 +144,20 @@ class UnsafeManifest(RemoteError):
     next_step = "gpu job logs {job}"
 
 
+class FuseMissing(RemoteError):
+    """No process lives on the machine that would end its billing."""
+
+    code, may_be_billing = "fuse_missing", True
+    template = "nothing on machine {machine} would end its billing: no fuse lives there"
+    next_step = "gpu machine destroy {machine}"
+
+
+class FuseSilent(RemoteError):
+    code, retryable, may_be_billing = "fuse_silent", True, True
+    template = "the fuse of machine {machine} did not take the new deadline over; it still holds {deadline}"
+    next_step = "run the same command again"
+
+
 class JobError(Failed):
     code = "job_error"
 

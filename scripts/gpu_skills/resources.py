@@ -26,3 +26,13 @@ def example(name: str) -> Path:
 def runner() -> Path:
     """The one file that works for us on a machine."""
     return PACKAGE / "remote" / "runner.py"
+
+
+def machine_script(name: str) -> Path:
+    """Bash that travels in a create request: `fuse.sh`, `start_script.sh`."""
+    return PACKAGE / "lifecycle" / name
+
+
+def checkup() -> Path:
+    """The program that runs once on a rented machine and tells what it has."""
+    return PACKAGE / "remote" / "checkup.py"

@@ -207,6 +207,7 @@ _SESSION = _object(id=_str)
 _RESULTS: dict[str, dict[str, Check]] = {
     "probe": {"python": _str, "bash": _bool, "rsync": _or_none(_str), "gpus": _list_of(_GPU)},
     "session": {"session": _or_none(_SESSION), "watcher": _bool, "events": _list_of(_dict)},
+    "fuse": {"receipt": _or_none(_dict), "alive": _bool, "acknowledged": _bool},
     "have": {"known": _bool},
     "offer": {"missing": _count},
     "put": {"blobs": _count, "bytes": _count},

@@ -1890,6 +1890,7 @@ def open_session(project: Project, wanted: dict[str, Any]) -> None:
     action = wanted.get("on_expiry") or "record"
     if action not in ACTIONS:
         bad("on_expiry is one of: " + ", ".join(sorted(ACTIONS)))
+    intent = text(wanted.get("fuse"), INTENT, "session.fuse") if action == "fuse" else None
     project.make()
     with SessionLock(project):
         current = read_session(project)
@@ -1901,6 +1902,7 @@ def open_session(project: Project, wanted: dict[str, Any]) -> None:
         elif current.get("expired_at"):
             return
         current.update(deadline_reason=reason, idle_timeout_s=idle_s, on_expiry=action, boot_id=boot_id())
+        current.update(fuse=intent)
         if limit_s is None:
             current.update(deadline_at=None, deadline_epoch_s=None, deadline_boot_s=None)
         else:
@@ -1917,6 +1919,14 @@ def expire_session(project: Project, why: str, action_done: bool = False) -> dic
         current.update(expired_at=timestamp(time.time()), expired_why=why, action_done=action_done)
         write_json(project.file("session.json"), current)
     return current
+
+
+def change_session(project: Project, name: str, **fields: Any) -> None:
+    """Of this session only: another one may have been opened meanwhile."""
+    with SessionLock(project):
+        current = read_session(project)
+        if current is not None and current.get("id") == name:
+            write_json(project.file("session.json"), dict(current, **fields))
 
 
 def last_events(project: Project) -> list[dict[str, Any]]:
@@ -1944,6 +1954,103 @@ def ensure_watcher(project: Project, wait_s: float = 0.0) -> None:
             spawn("watch", project, errors=project.file("watch.err"), wait_s=wait_s)
         except OSError:  # no memory or no disk for it now: the next request tries again
             pass
+
+
+# fuse --------------------------------------------------------------------------------------------------------------
+
+# What ends the machine's billing when nobody else does is a loop of its own, started with the container (fuse.sh of the
+# lifecycle). It and this file talk through a folder beside our root; each file there begins with the intent.
+INTENT = re.compile(r"[a-z][0-9a-f]{16}\Z")
+BOOT = re.compile(r"[0-9a-f]{1,40}\Z")
+FUSE_ALIVE_S = 90.0
+FUSE_SLACK_S = 30.0  # what the loop has counted is written down now and then only
+
+
+class Fuse:
+    def __init__(self, root: str, intent: str):
+        self.intent = intent
+        self.folder = os.path.join(os.path.dirname(root), ".gpu-fuse", intent)
+
+    def words(self, name: str) -> list[str]:
+        """What a file of the folder says behind the intent; nothing when it is not there or of another one."""
+        try:
+            fd = os.open(os.path.join(self.folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return []
+        try:
+            said = os.read(fd, 200).decode("ascii", "replace").split()
+        except OSError:
+            return []
+        finally:
+            os.close(fd)
+        return said[1:] if said[:1] == [self.intent] else []
+
+    def write(self, name: str, *words: Any) -> None:
+        write_atomic(os.path.join(self.folder, name), " ".join(map(str, (self.intent, *words))).encode() + b"\n")
+
+    def receipt(self) -> dict[str, Any] | None:
+        path = os.path.join(self.folder, "receipt.json")
+        if os.path.islink(path) or not os.path.isfile(path):
+            return None
+        found = read_json(path, 2000)
+        return found if found is not None and found.get("intent") == self.intent else None
+
+    def boot(self) -> str | None:
+        """Changes when the machine was stopped and started, not when its container was restarted."""
+        boot = (self.receipt() or {}).get("boot")
+        return boot if type(boot) is str and BOOT.match(boot) else None
+
+    def alive(self) -> list[int] | None:
+        """Wall time and seconds counted, as the loop last wrote them."""
+        said = self.words("alive")
+        return [int(word) for word in said[:2]] if len(said) >= 2 and all(map(is_number, said[:2])) else None
+
+    def is_alive(self) -> bool:
+        """The process that the loop named is there, and it wrote a moment ago."""
+        pid, alive = self.words("pid"), self.alive()
+        if len(pid) != 2 or not is_number(pid[0]) or alive is None or abs(time.time() - alive[0]) > FUSE_ALIVE_S:
+            return False
+        process = find_process(int(pid[0]))
+        return process is not None and process.start == pid[1]
+
+    def set_deadline(self, epoch_s: int | None, in_s: float) -> None:
+        """The wall clock may be wrong or move: what the loop counts itself bounds it."""
+        if epoch_s is None:
+            self.write("deadline", "never", 0)
+            return
+        at, used_s = self.alive() or [0, 0]
+        since_s = min(max(time.time() - at, 0.0), 60.0) if at else 0.0
+        self.write("deadline", epoch_s, int(used_s + since_s + in_s + FUSE_SLACK_S))
+
+
+def is_number(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) <= 11
+
+
+@verb("fuse")
+def fuse(server: Server, args: dict[str, Any]) -> dict[str, Any]:
+    """Read the receipt; with a deadline, write that first and wait until the loop says that it holds it."""
+    here = Fuse(server.root, text(args.get("intent"), INTENT, "intent"))
+    wanted = args.get("deadline")
+    expected = None
+    until = time.monotonic() + seconds(args.get("wait_s", 0), "wait_s", 10)
+    if wanted is not None:
+        if type(wanted) is not dict:
+            bad("deadline is not an object")
+        epoch_s = wanted.get("epoch_s")
+        if epoch_s is not None:
+            whole(epoch_s, "deadline.epoch_s", 1, 9_999_999_999)
+        in_s = 0.0 if epoch_s is None else seconds(wanted.get("in_s"), "deadline.in_s")
+        if os.path.islink(here.folder) or not os.path.isdir(here.folder):
+            raise Refusal("failed", f"no fuse has made its folder {here.folder}")
+        here.set_deadline(epoch_s, in_s)
+        expected = "never" if epoch_s is None else str(epoch_s)
+    while True:
+        receipt = here.receipt()
+        acknowledged = expected is not None and receipt is not None and receipt.get("deadline") == expected
+        if acknowledged or expected is None or time.monotonic() >= until:
+            return {"receipt": receipt, "alive": here.is_alive(), "acknowledged": acknowledged, "folder": here.folder}
+        time.sleep(0.1)
 
 
 # probe -------------------------------------------------------------------------------------------------------------
@@ -2660,11 +2767,32 @@ def last_sign_of_life(job: Job) -> float:
 # watcher: ends the session ------------------------------------------------------------------------------------------
 
 
-def record_expiry(project: Project, ended: dict[str, Any]) -> None:
+def record_expiry(project: Project, ended: dict[str, Any]) -> bool:
     append_event(project.file("events.jsonl"), "session_expired", session=ended["id"], why=ended["expired_why"])
+    return True
 
 
-ACTIONS: dict[str, Callable[[Project, dict[str, Any]], None]] = {"record": record_expiry}
+def light_fuse(project: Project, ended: dict[str, Any]) -> bool:
+    """Ask the fuse to end the billing of this machine, again and again: it does so by ending all of us.
+
+    True, and no more asking, once the machine was stopped and started since: that end has come, this is another life.
+    """
+    here = Fuse(project.root, str(ended.get("fuse")))
+    boot, asked = here.boot(), ended.get("fire_boot")
+    if asked is None:
+        record_expiry(project, ended)
+        change_session(project, ended["id"], fire_boot=boot or "")
+    if asked and boot and boot != asked:
+        return True
+    if boot and not asked and asked is not None:
+        change_session(project, ended["id"], fire_boot=boot)  # the fuse came to life after the first look
+    if boot and here.words("fire") != [ended["id"], boot]:
+        here.write("fire", ended["id"], boot)
+    return False
+
+
+# What is done when a session has expired; False: do it again in a moment.
+ACTIONS: dict[str, Callable[[Project, dict[str, Any]], bool]] = {"record": record_expiry, "fuse": light_fuse}
 
 
 class Changed:
@@ -2812,8 +2940,7 @@ class Watcher:
 
     def turn(self, current: dict[str, Any]) -> float:
         if current.get("expired_at"):
-            self.finish(current)
-            return 0.0
+            return 0.0 if self.finish(current) else 2.0
         if deadline_passed(current):
             with SessionLock(self.project):
                 again = read_session(self.project)
@@ -2846,16 +2973,15 @@ class Watcher:
             elif self.idle_left_s(current) <= 0:
                 expire_session(self.project, "idle")
 
-    def finish(self, current: dict[str, Any]) -> None:
+    def finish(self, current: dict[str, Any]) -> bool:
         """Supervisors end their jobs at the deadline themselves; the machine goes once their records are written."""
         until = time.monotonic() + 120
         while any_job_runs(self.project) and time.monotonic() < until:
             time.sleep(0.2)
-        ACTIONS.get(current.get("on_expiry"), record_expiry)(self.project, current)
-        with SessionLock(self.project):
-            again = read_session(self.project)
-            if again is not None and again.get("id") == current["id"]:
-                write_json(self.project.file("session.json"), dict(again, action_done=True))
+        is_done = ACTIONS.get(current.get("on_expiry"), record_expiry)(self.project, current)
+        if is_done:
+            change_session(self.project, current["id"], action_done=True)
+        return is_done
 
 
 def watch(project: Project) -> int:

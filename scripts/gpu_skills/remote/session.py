@@ -48,11 +48,14 @@ READ_BYTES = 1 << 20
 WRITE_BYTES = 256 << 10
 BODY_FRAME_BYTES = 1 << 20
 _MARK = b"GPU-SKILLS-RUNNER "
+_ANSWER = b"GPU-SKILLS-ANSWER "
+# Reads exactly the program's length from stdin, which stays open: a shell that closes it early tells nothing.
+_PROGRAM = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv.pop(1))), 'checkup', 'exec'))"
 
 # Asking twice is the same as asking once. `start` too: the machine knows a job by its id and nonce, and a session by
 # its id. What destroys (`forget`) is not here, nor is a verb nobody has thought about.
 REPEATABLE = frozenset(
-    {"probe", "session", "have", "offer", "put", "incoming", "admit", "seal", "start", "status", "cancel"}
+    {"probe", "session", "fuse", "have", "offer", "put", "incoming", "admit", "seal", "start", "status", "cancel"}
     | {"log", "events", "manifest", "get", "stage"}
 )
 
@@ -157,6 +160,37 @@ class Session:
                     raise OutcomeUnknown(what=verb, host=self.host, next_step="gpu job ls") from exc
                 raise
         raise AssertionError("unreachable")
+
+    @door("remote.execute")
+    def run_program(self, source: str, asked: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Run a small Python program of ours beside the runner and return the JSON object it answers with.
+
+        It finds `asked` as JSON in its first argument and prints `GPU-SKILLS-ANSWER {…}`; what a login shell prints
+        before that is skipped. It changes nothing, so it may be run again. Raises RemoteError kinds.
+        """
+        data = source.encode()
+        words = shlex.join([self.transport.python, "-c", _PROGRAM, str(len(data)), json.dumps(asked)])
+        channel = self.transport.start(f"exec sh -c {shlex.quote(f'exec {words}')}")
+        channel.timeout_s = timeout_s
+        said = b""
+        end_by = time.monotonic() + timeout_s
+        try:
+            channel.write(data)
+            while piece := channel.read(READ_BYTES):
+                said += piece
+                if len(said) > MAX_NOISE_BYTES + MAX_HEADER_BYTES:
+                    raise ProtocolError(host=self.host, reason="a program of ours was answered with too much")
+                if time.monotonic() > end_by:
+                    raise Unreachable(host=self.host, reason=f"no answer for {timeout_s:g} s")
+            status, words = channel.wait(5), last_line(channel.stderr_tail())
+        finally:
+            channel.close()
+        found = said.rpartition(_ANSWER)[2].partition(b"\n")[0] if _ANSWER in said else b""
+        try:
+            return parse_header(found)
+        except ValueError as exc:
+            ended = f"it ended with code {status}" + (f": {words}" if words else "")
+            raise CommandFailed(what="a check of the machine", host=self.host, reason=ended) from exc
 
     def reopen(self) -> None:
         """Drop the connection and make a new one."""
