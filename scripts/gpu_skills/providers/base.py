@@ -34,6 +34,7 @@ class Requirements:
     gpu and candidates: any of these models will do. hours: how long the machine must be there. min_reliability: holds
     where a provider states one. locations: two-letter countries, or data centres where the provider has them.
     volume_id: a network volume that must be mountable. interruptible: a machine that may be taken away, for less.
+    persistent: the disk has to survive a stop; False: it need not, where the provider charges for that.
     """
 
     gpu: str | None = None
@@ -49,6 +50,7 @@ class Requirements:
     locations: tuple[str, ...] = ()
     volume_id: str | None = None
     interruptible: bool = False
+    persistent: bool = True
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -164,7 +166,8 @@ class MachineSpec:
     label: unique, and the only handle on a create that was not answered. max_rate_usd_hr: all-in, what was approved.
     bid_usd_hr: makes it interruptible, at this rate without disk. bootstrap: run at every start of the container; at
     most 4,000 characters. env: never a provider's key. workspace: where the disk that survives a stop is mounted.
-    volume_id and data_centers: RunPod only; a volume stands in exactly one.
+    persistent_gb, volume_id and data_centers: RunPod only. persistent_gb: of `disk_gb`, what survives a stop; None:
+    nothing does. A volume stands in exactly one data centre.
     """
 
     offer: Offer
@@ -180,6 +183,7 @@ class MachineSpec:
     workspace: str = "/workspace"
     bid_usd_hr: Decimal | None = None
     registry: RegistryLogin | None = None
+    persistent_gb: int | None = None
     volume_id: str | None = None
     data_centers: tuple[str, ...] = ()
     min_cuda: float | None = None
@@ -315,6 +319,11 @@ class RentedReader(ProviderReader, Protocol):
     """A provider with an account."""
 
     traits: Traits
+
+    @property
+    def base_url(self) -> str:
+        """Scheme, host and port of its API: where a machine of it ends its own billing."""
+        ...
 
     def check_key(self) -> str | None:
         """Prove that the key is accepted; the account it belongs to where the provider says. Raises AuthRejected."""

@@ -5,6 +5,7 @@ The community cloud is left out: its pods may have no public address, and this A
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,16 +50,18 @@ def read_offer(row: Mapping[str, Any], need: Requirements) -> Offer | None:
     count = need.gpu_count if largest is None else min(need.gpu_count, largest)
     if count < 1:
         return None
-    persistent_gb = 0 if need.volume_id else volume_gb(need.disk_gb)
+    persistent_gb = volume_gb(need.disk_gb) if need.persistent and not need.volume_id else 0
+    is_kept = persistent_gb > 0 or need.volume_id is not None
+    container_gb = CONTAINER_DISK_GB if is_kept else max(CONTAINER_DISK_GB, math.ceil(need.disk_gb or 0))
     stock = fields.text(row, "availability", limit=20)
     return Offer(
         provider="runpod",
         offer_id=gpu_id,
-        rate_usd_hr=price * count + running_usd_hr(CONTAINER_DISK_GB, persistent_gb),
+        rate_usd_hr=price * count + running_usd_hr(container_gb, persistent_gb),
         gpu=fields.text(row, "name", limit=80) or gpu_id,
         gpu_count=count,
         vram_gb=memory,
-        disk_gb=float(persistent_gb or CONTAINER_DISK_GB),
+        disk_gb=float(persistent_gb or container_gb),
         storage_usd_hr=stopped_usd_hr(persistent_gb),
         location=", ".join(_places(row)) or None,
         cuda=max(_cuda_versions(row), default=None),
