@@ -41,14 +41,18 @@ def rent(
     number: int = 1,
     label: Label | None = None,
     on_record: bool = True,
+    keeps: bool = True,
     **changes: Any,
 ) -> Machine:
-    """One that runs since age_s. on_record False: the provider has it, and no file here knows."""
+    """One that runs since age_s. on_record False: the provider has it, and no file here knows.
+
+    keeps: its workspace survives a stop; on Vast it always does.
+    """
     intent = LETTERS.get(machine_class, "c") + f"{number:016x}"
     now = rig.clock.now()
     deadline = None if hours is None else (now + timedelta(hours=hours)).replace(microsecond=0)
     label = label or Label(rig.project.project_id, intent, deadline)
-    wanted = spec(rig, str(label), **changes)
+    wanted = spec(rig, str(label), **({"persistent_gb": 50} if keeps and rig.vendor == "runpod" else {}), **changes)
     common = {"provider": rig.vendor, "machine_id": labels.machine_id(intent), "label": str(label)}
     if on_record:
         intents.begin(rig.project, rig.clock, "create", intent, **common)

@@ -39,3 +39,8 @@ def needs_named_approval(machine: Machine, seen: Instance | None) -> bool:
     """Whether ending it takes an approval that names it: marked so here, locked there, or in production."""
     is_locked = seen is not None and seen.is_locked
     return PROTECTED in machine.conditions or machine.machine_class == "production" or is_locked
+
+
+def workspace_survives(seen: Instance) -> bool:
+    """Whether what jobs wrote is there again after a stop. Without a mount of its own a RunPod pod keeps nothing."""
+    return seen.provider != "runpod" or bool(seen.storage_usd_hr)

@@ -103,7 +103,7 @@ def destroy(
             instance_id=machine.instance_id,
             label=machine.label,
             approval_id=approval_id,
-            reason=why,
+            details={"why": why},
         )
     _set_status(op, machine, "terminating")
     return _until_gone(op, machine, seen, wait_s)
@@ -212,10 +212,11 @@ def _absent(op: Operator, machine: Machine, intent: Intent | None) -> str:
         return "absent"
     deadline = _moment(machine.deadline_at)
     was_its_end = intent is not None or (deadline is not None and op.clock.now() >= deadline)
-    return _gone(op, machine, "destroyed" if was_its_end else "lost")
+    return note_gone(op, machine, "destroyed" if was_its_end else "lost")
 
 
-def _gone(op: Operator, machine: Machine, status: str) -> str:
+def note_gone(op: Operator, machine: Machine, status: str = "destroyed") -> str:
+    """A machine is proven gone: its record ends, its books are closed."""
     now = timestamp(op.clock.now())
 
     def ended(found: Machine) -> Machine:
@@ -312,7 +313,7 @@ def evidence_of(op: Operator, machine: Machine) -> Evidence:
             refused, code = str(event.get("reason") or ""), str(details.get("code") or "")
         else:
             alarmed_at = at
-    why = intent.reason if intent is not None else None
+    why = intent.details.get("why") if intent is not None else None
     return Evidence(begun_at, why, tuple(looks), taken_at, refused, code, alarmed_at)
 
 
@@ -413,7 +414,7 @@ def stop(
     if running and not despite_jobs:
         raise JobRunning(job=running[0])
     unverified = op.unverified(machine.id)
-    if unverified and not workspace_survives(seen):
+    if unverified and not ownership.workspace_survives(seen):
         raise NotCollected(jobs=", ".join(unverified[:20]), next_step=f"gpu job pull {unverified[0]}")
     intent = intents.new_id()
     intents.begin(
@@ -427,7 +428,7 @@ def stop(
         instance_id=machine.instance_id,
         label=machine.label,
         approval_id=approval_id,
-        reason=why,
+        details={"why": why},
     )
     if seen.status != "stopped":
         _set_status(op, machine, "stopping")
@@ -435,12 +436,9 @@ def stop(
     shown = _until_stopped(op, machine, wait_s)
     if shown is None:
         return _stop_failed(op, machine, intent, problem)
-    return _stopped(op, machine, shown, intent, why)
-
-
-def workspace_survives(seen: Instance) -> bool:
-    """Whether what jobs wrote is there again after a stop. Without a mount of its own a RunPod pod keeps nothing."""
-    return seen.provider != "runpod" or bool(seen.storage_usd_hr)
+    machine = note_stopped(op, machine, shown, why)
+    intents.close(op.project, op.clock, intent, "done", machine_id=machine.id)
+    return machine
 
 
 def _ask_to_stop(op: Operator, machine: Machine) -> GpuError | None:
@@ -479,27 +477,24 @@ def _until_stopped(op: Operator, machine: Machine, wait_s: float) -> Instance | 
         op.clock.sleep(_STOP_POLL_S)
 
 
-def _stopped(op: Operator, machine: Machine, seen: Instance, intent: str, why: str) -> Machine:
+def note_stopped(op: Operator, machine: Machine, seen: Instance, why: str) -> Machine:
+    """A machine shows as stopped: only its storage bills from here on. seen: as it shows now, or showed before."""
     now = timestamp(op.clock.now())
+    burn = seen.burn_usd_hr if seen.status == "stopped" else seen.storage_usd_hr
 
     def asleep(found: Machine) -> Machine:
-        storage = seen.burn_usd_hr if seen.burn_usd_hr is not None else found.storage_usd_hr
-        kept = tuple(c for c in found.conditions if c != "stop_failed")
-        extra = {**found.extra, "stopped_at": now, "stopped_why": why}
         return replace(
             found,
             status="stopped",
-            storage_usd_hr=storage,
-            conditions=kept,
+            storage_usd_hr=burn if burn is not None else found.storage_usd_hr,
+            conditions=tuple(c for c in found.conditions if c != "stop_failed"),
             session=None,
             endpoint=None,
             last_seen_at=now,
-            extra=extra,
+            extra={**found.extra, "stopped_at": now, "stopped_why": why},
         )
 
-    machine = machines.update(op.project, machine.id, asleep, clock=op.clock)
-    intents.close(op.project, op.clock, intent, "done", machine_id=machine.id)
-    return machine
+    return machines.update(op.project, machine.id, asleep, clock=op.clock)
 
 
 def _stop_failed(op: Operator, machine: Machine, intent: str, problem: GpuError | None) -> Machine:

@@ -43,6 +43,10 @@ class VastReader:
         self.client = client
         self._clock = clock
 
+    @property
+    def base_url(self) -> str:
+        return self.client.http.origin
+
     def search(self, need: Requirements) -> Search:
         """At most two requests: a narrow one, and when it brings little a wide one that explains why."""
         rows = self.client.offers(question(need, is_narrow=True))
@@ -82,16 +86,24 @@ class VastReader:
             if not source.startswith("instance-") or whole is None:
                 raise self.client.http.unexpected("charges", "a charge without instance or amount")
             begun, ended = fields.moment(row, "start"), fields.moment(row, "end")
-            parts = [
-                (_KINDS.get(fields.text(item, "type") or "", "other"), fields.number(item, "amount"))
+            known = [
+                Charge(
+                    NAME,
+                    instance_id,
+                    _KINDS.get(fields.text(item, "type") or "", "other"),
+                    amount,
+                    # A GPU that was stopped ends before its disk does.
+                    fields.moment(item, "start") or begun,
+                    fields.moment(item, "end") or ended,
+                )
                 for item in fields.objects(row.get("items"))
+                if (amount := fields.number(item, "amount")) is not None
             ]
-            known = [(kind, amount) for kind, amount in parts if amount is not None]
-            listed = sum((amount for _, amount in known), Decimal(0))
+            listed = sum((charge.amount_usd for charge in known), Decimal(0))
             # The sum is rounded to a tenth of a cent; a larger gap is money whose kind is not told.
             if not known or abs(whole - listed) > Decimal("0.001") * (len(known) + 1):
-                known.append(("other", whole - listed))
-            found += [Charge(NAME, instance_id, kind, amount, begun, ended) for kind, amount in known]
+                known.append(Charge(NAME, instance_id, "other", whole - listed, begun, ended))
+            found += known
         return found
 
     def balance(self) -> Balance:
