@@ -65,6 +65,16 @@ def test_args_run_at_each_start_and_can_go_on_with_the_images_own_script(api, lo
     assert shown.split() == ["start", "start", "start", "kept", "starts", "here"]
 
 
+def test_a_word_that_begins_with_the_mount_path_means_that_of_the_pod(api, login_key, public_key):
+    inside = "mkdir -p /workspace/a; d=/workspace/a; echo two >$d/b; echo /other/workspace >/workspace/c"
+    args = f"bash -c '{inside}; exec /start.sh'"
+    pod = api.running(env={"PUBLIC_KEY": public_key}, args=args, mounts=WORKSPACE)
+    shown = in_pod(api, pod, login_key, "cat /workspace/a/b /workspace/c; x='/workspace'; cd $x/a && pwd").split()
+    folder = api.sandbox.world.instances[pod["id"]].container.root / "workspace" / "a"
+    assert shown == ["two", "/other/workspace", str(folder)]
+    assert in_pod(api, pod, login_key, "cat $GPU_SANDBOX_ROOT/workspace/a/b") == "two\n"
+
+
 def test_a_network_volume_is_shared_and_outlives_its_pods(api, login_key, public_key):
     where = "EU-RO-1"
     for host in api.sandbox.world.catalogue.hosts:

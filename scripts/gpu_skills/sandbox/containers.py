@@ -5,7 +5,8 @@
     <directory>/etc       what the vendor's host keeps outside: keys, sshd_config, environment, the log
 
 There is no isolation: it runs as the user who started the sandbox, on this machine. Absolute paths inside are those of
-this machine; `GPU_SANDBOX_ROOT` names the directory that stands for `/`.
+this machine; `GPU_SANDBOX_ROOT` names the directory that stands for `/`. Only where a start command or the command of
+an SSH session names a mount path, a word that begins with it means that of the instance.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import pwd
 import random
+import re
 import shlex
 import shutil
 import socket
@@ -35,6 +37,10 @@ START_TIMEOUT_S = 15.0
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SFTP_SERVERS = ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-server", "/usr/libexec/sftp-server",
                 "/usr/lib/ssh/sftp-server")  # fmt: skip
+
+
+# What may stand before a path that begins a word, in the words of sed.
+_BEFORE_PATH = r"""(^|[[:space:]=:(<>]["']?)"""
 
 
 class CannotStart(Exception):
@@ -235,6 +241,7 @@ class Container:
             'done < "$file"; fi\n'
             "unset file line value\n"
             'cd "$HOME" || exit 1\n'
+            f"{self._mapping_of_mounts(boot)}"
             'case "$SSH_ORIGINAL_COMMAND" in\n'
             '  "") exec bash ;;\n'
             f"  internal-sftp*|*/sftp-server*) exec {sftp} ;;\n"
@@ -242,10 +249,23 @@ class Container:
             "esac\n",
         )
 
+    def _mapping_of_mounts(self, boot: Boot) -> str:
+        """Lines of the login script that turn mount paths in what a session asks for into those of this instance."""
+        rules = "".join(
+            f"s#{_BEFORE_PATH}{re.escape(path)}([^A-Za-z0-9_.-]|$)#\\1{self.root}{path}\\2#g;" for path in _paths(boot)
+        )
+        if not rules:
+            return ""
+        # Twice: a blank between two paths belongs to the end of the first.
+        return f'SSH_ORIGINAL_COMMAND="$(sed -E {shlex.quote(rules * 2)} <<<"$SSH_ORIGINAL_COMMAND")"\n'
+
     def _start_main(self, boot: Boot) -> None:
         assert boot.command is not None
         # The habit of leaving variables for sessions in /etc/environment must not reach this machine's own file.
         command = boot.command.replace("/etc/environment", f"{self.root}/etc/environment")
+        for path in _paths(boot):
+            before = _BEFORE_PATH.replace("[:space:]", r"\s")
+            command = re.sub(rf"{before}{re.escape(path)}(?![\w.-])", rf"\g<1>{self.root}{path}", command)
         with open(self.etc / "log", "ab") as output:
             self._main = process = subprocess.Popen(
                 ["/bin/bash", "-c", command],
@@ -356,6 +376,11 @@ def free_port() -> int:
             except OSError:
                 continue
     raise CannotStart("no free port between 20000 and 31999")
+
+
+def _paths(boot: Boot) -> list[str]:
+    """Mount paths that stand for a directory of the instance."""
+    return [path.rstrip("/") for path in boot.mounts if re.fullmatch(r"(/[A-Za-z0-9._-]+)+/?", path)]
 
 
 def _write_program(path: Path, text: str) -> None:
