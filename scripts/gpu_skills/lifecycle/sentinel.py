@@ -194,12 +194,14 @@ def decide(
         return Decision("none", "its deadline is ahead")
     if seen.status == "terminating":
         return Decision("none", "the provider is ending it")
-    if seen.status != "stopped" or "outbid" in seen.conditions:
+    if seen.status != "stopped":
         if ownership.workspace_survives(seen):
             return Decision("stop", "its deadline has passed", _kept_until(deadline_at + storage_grace))
         return Decision("destroy", "its deadline has passed, and nothing on it survives a stop")
     if now < deadline_at + storage_grace:
-        return Decision("none", "stopped, its disk is kept for a while", _kept_until(deadline_at + storage_grace))
+        # One that was outbid starts again by itself when the price falls, unless it is told to stop.
+        action: Action = "stop" if seen.is_interruptible else "none"
+        return Decision(action, "stopped, its disk is kept for a while", _kept_until(deadline_at + storage_grace))
     if label.machine_class in ("job", "canary"):
         return Decision("destroy", "its deadline and the time its disk is kept have passed")
     if was_stopped_by_deadline(seen, label, deadline_at):
@@ -384,7 +386,7 @@ def _to_remember(
         if row.deadline_at is None or row.result == "destroyed":
             continue
         deadline_at, instance_id = timestamp(row.deadline_at), row.seen.instance_id
-        if row.decision.action == "stop" and row.result in ("stopped", "stopping"):
+        if row.decision.action == "stop" and row.result != "failed" and row.seen.status != "stopped":
             kept[instance_id] = {"at": timestamp(now), "deadline_at": deadline_at}
         elif row.seen.status == "stopped" and before.get(instance_id, {}).get("deadline_at") == deadline_at:
             kept[instance_id] = before[instance_id]

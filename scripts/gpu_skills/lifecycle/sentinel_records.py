@@ -90,7 +90,7 @@ def recorder(op: Operator, provider: str) -> Note:
 
     def note(action: str, seen: Instance, why: str, result: str | None) -> None:
         machine = _on_record(op, provider, seen)
-        if machine is None:
+        if machine is None or (action == "stop" and seen.status == "stopped"):  # that was no deadline
             return
         if result is None:
             begun[seen.instance_id] = _begin(op, machine, action)
