@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from report import HERE, Figure, in_turn
 
@@ -21,7 +22,7 @@ GPU = HERE.parent / "scripts" / "gpu"
 LINES = int(os.environ.get("GPU_BENCHMARK_LINES", "1000000"))
 PUBLISHED = 'map(select(.status=="completed")) | map(.cost_usd // 0) | add'
 MAX_SPEND_MB = 100
-APPENDS = 800
+APPENDS = 4800
 PROCESSES = 16
 
 
@@ -99,9 +100,10 @@ def _appends(folder: Path) -> list[Figure]:
     return figures
 
 
-def _append_bare(place: Path, number: int, count: int) -> None:
+def _append_bare(place: Path, number: int, count: int, begin: Callable[[], Any]) -> None:
     line = b"x" * 449 + b"\n"
     descriptor = os.open(place / "bare", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    begin()
     for _ in range(count):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, line)
@@ -109,23 +111,24 @@ def _append_bare(place: Path, number: int, count: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _append_ours(place: Path, number: int, count: int) -> None:
+def _append_ours(place: Path, number: int, count: int, begin: Callable[[], Any]) -> None:
     book = _project(place)
     record = {"status": "completed", "provider": "vast", "model": "m", "cost_usd": 0.123456, "inputs": {"p": "x" * 250}}
+    begin()
     for n in range(count):
         book.append([{**record, "id": f"J-{number * 1_000_000 + n + 1:09d}"}])
 
 
-def _at_once(work: Callable[[Path, int, int], None], place: Path, count: int) -> float:
-    """Seconds until `count` processes have made APPENDS appends together."""
-    if count == 1:
-        return _seconds(lambda: work(place, 0, APPENDS))
+def _at_once(work: Callable[..., None], place: Path, count: int) -> float:
+    """Seconds until `count` processes have made APPENDS appends together, all of them ready before it begins."""
     fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=work, args=(place, n, APPENDS // count)) for n in range(count)]
+    ready = fork.Barrier(count + 1)
+    children = [fork.Process(target=work, args=(place, n, APPENDS // count, ready.wait)) for n in range(count)]
+    for child in children:
+        child.start()
 
     def all_of_them() -> None:
-        for child in children:
-            child.start()
+        ready.wait()
         for child in children:
             child.join()
             if child.exitcode:

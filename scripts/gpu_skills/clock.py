@@ -32,7 +32,8 @@ class SystemClock:
 
 def timestamp(moment: datetime) -> str:
     """RFC 3339 in UTC with whole seconds, as every record writes it: `2026-11-30T18:08:00Z`."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    utc = moment if moment.tzinfo is UTC else moment.astimezone(UTC)
+    return utc.replace(microsecond=0, tzinfo=None).isoformat() + "Z"
 
 
 def parse_timestamp(text: str) -> datetime:

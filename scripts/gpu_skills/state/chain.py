@@ -160,7 +160,9 @@ class Sealer:
             base, previous = self._pending
             self._pending = (base if previous == before else None, after)
         if after.size - self._sealed_bytes >= SEAL_AFTER_BYTES:
-            self.seal_locked()
+            self._sealed_bytes = (last_seal(self.head) or Seal()).offset  # another process may have done it
+            if after.size - self._sealed_bytes >= SEAL_AFTER_BYTES:
+                self.seal_locked()
         return after
 
     def seal_locked(self) -> None:

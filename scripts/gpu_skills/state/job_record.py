@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from gpu_skills.clock import parse_timestamp
@@ -46,7 +46,6 @@ JOB_ID = re.compile(r"J-\d{6,18}")
 MAX_INPUT_BYTES = 1024
 
 _TEXT_OR_NULL = ("deployment_id", "provider", "model", "workflow", "gpu", "error", "machine_id", "reason", "plan")
-_TEXTS = (str, type(None))
 _TIME_OR_NULL = ("started_at", "completed_at")
 _USD_OR_NULL = ("cost_usd", "wasted_usd")
 _AMOUNT_OR_NULL = ("duration_s", *_USD_OR_NULL)
@@ -112,32 +111,17 @@ def is_plainly_valid(record: Any) -> bool:
 
     False only says that the schema has to be asked. A test keeps the two in step.
     """
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) or record.get("ts") is None:
         return False
-    get = record.get
-    identity, status, version, exit_code = get("id"), get("status"), get("workflow_version"), get("exit_code")
-    inputs, artifacts = get("inputs"), get("artifacts")
+    identity, status = record.get("id"), record.get("status")
     if type(identity) is not str or not JOB_ID.fullmatch(identity) or type(status) is not str or status not in STATE:
         return False
-    for key in _TEXT_OR_NULL:
-        if type(get(key)) not in _TEXTS:
+    checks = _PLAIN
+    # A generator would cost as much as the checks.
+    for key, value in record.items():  # noqa: SIM110
+        if value is not None and key in checks and not checks[key](value):
             return False
-    for key in _AMOUNT_OR_NULL:
-        if get(key) is not None and not _is_amount(record[key]):
-            return False
-    for key in _TIME_OR_NULL:
-        if get(key) is not None and not _is_plain_time(record[key]):
-            return False
-    for key in _USD_OR_NULL:
-        if (get(key) or 0) > MAX_USD:
-            return False
-    return (
-        _is_plain_time(get("ts"))
-        and (inputs is None or type(inputs) is dict)
-        and (version is None or type(version) in (str, int))
-        and (exit_code is None or type(exit_code) is int)
-        and (artifacts is None or (type(artifacts) is list and all(map(_is_artifact, artifacts))))
-    )
+    return True
 
 
 def readable(record: dict[str, Any]) -> dict[str, Any]:
@@ -156,22 +140,9 @@ def _is_time(value: Any) -> bool:
 
 
 def _fits(key: str, value: Any) -> bool:
-    if key in _TEXT_OR_NULL:
-        return type(value) is str
-    if key in _AMOUNT_OR_NULL:
-        return _is_amount(value) and (key not in _USD_OR_NULL or value <= MAX_USD)
     if key in (*_TIME_OR_NULL, "ts"):
         return _is_time(value)
-    match key:
-        case "inputs":
-            return type(value) is dict
-        case "workflow_version":
-            return type(value) in (str, int)
-        case "exit_code":
-            return type(value) is int
-        case "artifacts":
-            return type(value) is list and all(map(_is_artifact, value))
-    return True
+    return key not in _PLAIN or _PLAIN[key](value)
 
 
 def _is_plain_time(value: Any) -> bool:
@@ -194,3 +165,15 @@ def _is_artifact(value: Any) -> bool:
 
 def _is_digest(value: Any) -> bool:
     return isinstance(value, dict) and set(value) == {"sha256", "bytes", "name"}
+
+
+_PLAIN: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(_TEXT_OR_NULL, lambda value: type(value) is str),
+    **dict.fromkeys(_AMOUNT_OR_NULL, _is_amount),
+    **dict.fromkeys(_USD_OR_NULL, lambda value: _is_amount(value) and value <= MAX_USD),
+    **dict.fromkeys((*_TIME_OR_NULL, "ts"), _is_plain_time),
+    "inputs": lambda value: type(value) is dict,
+    "workflow_version": lambda value: type(value) in (str, int),
+    "exit_code": lambda value: type(value) is int,
+    "artifacts": lambda value: type(value) is list and all(map(_is_artifact, value)),
+}

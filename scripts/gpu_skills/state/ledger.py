@@ -88,7 +88,7 @@ class Ledger:
             started = self._record_at(offset) or {}
             published = dict.fromkeys(job_record.FIELDS[:-2]) | {"artifacts": []}
             whole = {**published, **started, "ts": None, **ending}
-            self._append_locked([self._completed(whole, not_before=started.get("ts"))])
+            self._append_locked([self._completed(whole, not_before=started.get("ts"))], chain.stamp_of(self.path))
             return True
 
     def append(self, records: Sequence[dict[str, Any]], *, private: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -108,17 +108,13 @@ class Ledger:
                 record["inputs"] = job_record.shortened_inputs(
                     record.get("inputs"), policy=self.inputs, private=private
                 )
+        # All that can be said of the file as it is now is found out before the lock is taken: others write meanwhile.
+        lines = self._checked(prepared)
         with files.lock(self.path):
-            started = self._starts_of(prepared)
-            lines = []
-            for number, record in enumerate(prepared, 1):
-                line = self._completed(record, number, not_before=started.get(str(record["id"])))
-                if line["status"] == "running":
-                    started.setdefault(line["id"], line["ts"])
-                lines.append(line)
-            self._refuse_contradictions(lines)
-            _refuse_early_ends(lines, started)
-            self._append_locked(lines)
+            stamp = chain.stamp_of(self.path)
+            if self._may_be_mentioned({line["id"] for line in lines}, stamp):
+                lines = self._checked(prepared)
+            self._append_locked(lines, stamp)
         return lines
 
     def reseal(self, reason: str) -> chain.Seal:
@@ -271,9 +267,30 @@ class Ledger:
         self._known = job_index.refresh(self._known, self.path, self.head, self._cache, may_save=self._keeps_caches)
         return self._known
 
-    def _starts_of(self, records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    def _checked(self, prepared: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The records as lines, each possible in the ledger as it is now."""
+        index = self._index()
+        started = self._starts_of(prepared, index)
+        lines = []
+        for number, record in enumerate(prepared, 1):
+            line = self._completed(dict(record), number, not_before=started.get(str(record["id"])))
+            if line["status"] == "running":
+                started.setdefault(line["id"], line["ts"])
+            lines.append(line)
+        self._refuse_contradictions(lines, index)
+        _refuse_early_ends(lines, started)
+        return lines
+
+    def _may_be_mentioned(self, jobs: set[str], stamp: chain.Stamp | None) -> bool:
+        """Whether what came since the last look could say something of these jobs."""
+        fresh = b"" if self._known is None else self._known.unseen(self.path, stamp)
+        if fresh is None:
+            return True
+        return bool(fresh) and (b"\\u" in fresh or any(job.encode() in fresh for job in jobs))
+
+    def _starts_of(self, records: Sequence[dict[str, Any]], index: job_index.JobIndex) -> dict[str, str]:
         """`ts` of the line with which a job of these records started, where one is open and says so."""
-        offsets = self._index().open
+        offsets = index.open
         jobs = {str(record["id"]) for record in records} & offsets.keys()
         found = {job: (self._record_at(offsets[job]) or {}).get("ts") for job in jobs}
         return {job: ts for job, ts in found.items() if ts}
@@ -300,7 +317,8 @@ class Ledger:
             schemas.check(line, "jobs", file=name, next_step=f"correct {name} and give it again")
         return line
 
-    def _append_locked(self, lines: list[dict[str, Any]]) -> None:
+    def _append_locked(self, lines: list[dict[str, Any]], stamp: chain.Stamp | None) -> None:
+        """stamp: of the ledger as it is now."""
         try:
             encoded = [files.dumps_line(line) for line in lines]
         except (ValueError, TypeError, RecursionError, UnicodeEncodeError) as exc:
@@ -308,20 +326,22 @@ class Ledger:
         if len(max(encoded, key=len, default=b"")) > journal.MAX_LINE_BYTES:
             raise UsageError("a record is larger than 8 MB", next_step="put large inputs into a file and name it")
         index = self._known
-        assert index is not None  # `_index` was asked under this lock
+        assert index is not None
         offset, _length = journal.append_locked(self.path, b"".join(encoded))
-        after = self._sealer.appended(index.stamp)
-        if offset == index.offset:  # else there was a torn line: the next look reads it
+        after = self._sealer.appended(stamp)
+        if offset == index.offset:  # else there was something else before it: the next look reads both
             for line, data in zip(lines, encoded, strict=True):
                 index.see(line["id"], line["status"], offset)
                 offset += len(data)
             index.move_to(offset, after, encoded[-1])
 
-    def _refuse_contradictions(self, lines: list[dict[str, Any]]) -> None:
+    def _refuse_contradictions(self, lines: list[dict[str, Any]], index: job_index.JobIndex) -> None:
         """An id starts once and ends once, on disk and within the new lines."""
-        index = self._index()
         older = [line["id"] for line in lines if int(line["id"][2:]) <= index.max_number]
-        ended = self._present({job for job in older if job not in index.open}) if older else set()
+        older = {job for job in older if job not in index.open}
+        ended = older & index.recent
+        if index.recent_from > 0:
+            ended |= self._present(older - ended)
         running: set[str] = set()
         for number, line in enumerate(lines, 1):
             job = line["id"]
@@ -369,7 +389,7 @@ def _refuse_early_ends(lines: list[dict[str, Any]], started: dict[str, str]) -> 
             ("ts", line["ts"], began),
             ("completed_at", line.get("completed_at"), line.get("started_at")),
         ):
-            if value and start and parse_timestamp(value) < parse_timestamp(start):
+            if value and start and value != start and parse_timestamp(value) < parse_timestamp(start):
                 raise UsageError(
                     f"record {number}: /{key} is {value}, before {line['id']} started at {start}",
                     next_step=f"correct {key} and give it again",
