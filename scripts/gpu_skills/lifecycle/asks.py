@@ -108,12 +108,10 @@ def _lines(plan: Plan) -> list[str]:
 
 
 def _parts(plan: Plan) -> str:
-    parts = [
-        f"{name.removesuffix('_usd').replace('_', ' ')} {format_usd(value)}"
-        for name, value in plan.worst_case.items()
-        if isinstance(value, int | float | Decimal) and value
-    ]
-    return f" ({', '.join(parts)})" if parts else ""
+    amounts = {name: value for name, value in plan.worst_case.items() if isinstance(value, int | float) and value}
+    largest_first = sorted(amounts, key=lambda name: -amounts[name])
+    shown = [f"{name.removesuffix('_usd').replace('_', ' ')} {format_usd(amounts[name])}" for name in largest_first]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _after_the_deadline(plan: Plan) -> list[str]:
