@@ -164,6 +164,7 @@ ALLOWED = {
     ("lifecycle/signatures.py", "write"): "who may sign, in a temporary folder, for ssh-keygen to read",
     ("lifecycle/runs.py", "write"): "the empty file whose lock says that a run is worked on",
     ("lifecycle/channels.py", "network"): "messages to people: nothing here depends on one, and a lost one is reported",
+    ("lifecycle/receipts.py", "network"): "the receipt of a sentinel pass in a bucket, by the user's own boto3",
     # beside them
     ("jobs/collect.py", "write"): "the folders of outputs in the user's project",
     ("cli/demo.py", "write"): "a copy of the example in a folder that is the user's own",

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import GpuError, MissingProgram, NotWritable, StateError, Unavailable, Unguarded, UsageError
@@ -25,15 +25,16 @@ MAX_BYTES = 4 << 20
 S3 = "s3://"
 
 
-def require_recent(op: Operator, provider: str) -> None:
-    """Unguarded, unless a key of a machine on this account was proven to end billing, or a pass ended an hour ago.
+def require_recent(op: Operator, provider: str, rights: Literal["stop", "destroy"] = "stop") -> None:
+    """Unguarded, unless a machine's key was proven to end billing on this account, or a pass ended within the hour.
 
-    To be asked before each create. Only complete passes of this provider, account and project count.
+    To be asked before each create. rights: what the fuse of the machine is going to do. Only complete passes over this
+    very provider, account and project count.
     """
     from gpu_skills.lifecycle import keyproof
 
     account = op.account(provider)
-    if keyproof.last(op, provider, account) == "proven":
+    if keyproof.last(op, provider, account, rights) == "proven":
         return
     reasons = []
     for place in places(op, provider, account):
@@ -43,7 +44,7 @@ def require_recent(op: Operator, provider: str) -> None:
             problem = exc.message
         if problem is None:
             return
-        reasons.append(f"{place}: {problem}" if str(place).startswith(S3) or len(reasons) else problem)
+        reasons.append(f"{place}: {problem}" if reasons else problem)
     raise Unguarded(provider=provider, reason="; ".join(reasons)[:500])
 
 
@@ -88,7 +89,7 @@ def why_not(receipt: Any, provider: str, account: str, project_id: str, now: dat
 def read(place: str) -> Any:
     """What a receipt says, None when there is none. StateError or ProviderError kinds when it cannot be read."""
     if not place.startswith(S3):
-        return files.read_json(Path(place).expanduser(), max_bytes=MAX_BYTES, default=None)
+        return files.read_json(_path(place), max_bytes=MAX_BYTES, default=None)
     bucket, key = _s3_parts(place)
     client, missing = _s3(place)
     try:
@@ -107,7 +108,7 @@ def write(place: str, receipt: Mapping[str, Any]) -> None:
     """Replace the receipt at a place."""
     content = files.dumps_pretty(receipt)
     if not place.startswith(S3):
-        path = Path(place).expanduser()
+        path = _path(place)
         if not path.parent.is_dir():
             raise NotWritable(path=place, reason="there is no such folder")
         files.commit(path, content)
@@ -118,6 +119,13 @@ def write(place: str, receipt: Mapping[str, Any]) -> None:
         client.put_object(Bucket=bucket, Key=key, Body=content, ContentType="application/json")
     except Exception as exc:
         raise Unavailable(f"{place} cannot be written: {_said(exc)}", next_step="gpu sentinel --help") from exc
+
+
+def _path(place: str) -> Path:
+    try:
+        return Path(place).expanduser()
+    except RuntimeError as exc:  # `~` of a user without a home
+        raise UsageError(f"{place[:200]!r} names no place here", next_step="gpu sentinel --help") from exc
 
 
 def _s3_parts(place: str) -> tuple[str, str]:

@@ -1,0 +1,198 @@
+"""No machine without a guard: its own key is proven, or a sentinel passed within the hour."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from gpu_skills.clock import timestamp
+from gpu_skills.errors import MissingProgram, NotWritable, Unavailable, Unguarded, UsageError
+from gpu_skills.lifecycle import keyproof, receipts, sentinel
+from gpu_skills.state import files
+
+
+def leave_receipt(r, place: str | None = None, **changes) -> None:
+    """That of a pass of now, with something changed."""
+    account = r.op.account(r.vendor)
+    done = sentinel.run_pass(r.reader, r.writer, r.project.project_id, account=account, clock=r.clock)
+    own = receipts.own_path(r.op.user_state, r.vendor, account, r.project.project_id)
+    files.make_directory(own.parent)
+    receipts.write(place or str(own), done.to_record() | changes)
+
+
+@pytest.fixture
+def r(rig):
+    return rig("vast", containers=False)
+
+
+def test_without_any_receipt_the_error_names_the_command(r):
+    with pytest.raises(Unguarded) as caught:
+        receipts.require_recent(r.op, "vast")
+    assert caught.value.exit_code == 3 and caught.value.next_step == "gpu sentinel --provider vast"
+    assert "no pass of the sentinel is on record" in caught.value.message
+
+
+def test_a_pass_of_the_last_hour_is_enough_and_then_it_is_not(r):
+    leave_receipt(r)
+    receipts.require_recent(r.op, "vast")
+    r.sandbox.advance(3590)
+    receipts.require_recent(r.op, "vast")
+    r.sandbox.advance(20)
+    with pytest.raises(Unguarded, match="1h00m ago"):
+        receipts.require_recent(r.op, "vast")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"complete": False},
+        {"complete": "true"},
+        {"provider": "runpod"},
+        {"account": "another"},
+        {"project_id": "another"},
+        {"ended_at": None},
+        {"ended_at": "yesterday"},
+        {"ended_at": "2026-01-01T00:00:00"},
+    ],
+)
+def test_a_receipt_of_something_else_does_not_count(r, changes):
+    leave_receipt(r, **changes)
+    with pytest.raises(Unguarded):
+        receipts.require_recent(r.op, "vast")
+
+
+def test_a_receipt_of_the_future_does_not_count_but_a_clock_may_be_a_little_ahead(r):
+    leave_receipt(r, ended_at=timestamp(r.clock.now() + timedelta(minutes=1)))
+    receipts.require_recent(r.op, "vast")
+    leave_receipt(r, ended_at=timestamp(r.clock.now() + timedelta(minutes=30)))
+    with pytest.raises(Unguarded, match="future"):
+        receipts.require_recent(r.op, "vast")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"complete": NaN}', b'{"a":' * 500, b"\xff\xfe", b"null"])
+def test_a_receipt_that_is_none_does_not_count(r, content):
+    path = receipts.own_path(r.op.user_state, "vast", r.op.account("vast"), r.project.project_id)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(Unguarded):
+        receipts.require_recent(r.op, "vast")
+
+
+def test_a_proven_key_needs_no_sentinel_and_only_for_what_was_proven(r):
+    keyproof.note(r.op, "vast", r.op.account("vast"), "proven", "stop")
+    receipts.require_recent(r.op, "vast")
+    with pytest.raises(Unguarded):
+        receipts.require_recent(r.op, "vast", "destroy")
+
+
+def with_receipts(op, *places: str):
+    return replace(op, policy=lambda: replace(op.policy(), sentinel_receipts=places))
+
+
+def test_a_receipt_of_another_host_counts_where_the_policy_names_it(r, tmp_path):
+    elsewhere = tmp_path / "receipt.json"
+    leave_receipt(r, str(elsewhere))
+    with pytest.raises(Unguarded):
+        receipts.require_recent(r.op, "vast")
+    named = with_receipts(r.op, str(tmp_path / "not-there.json"), str(elsewhere))
+    receipts.require_recent(named, "vast")
+
+
+def test_the_error_says_what_is_wrong_with_each_place(r, tmp_path):
+    with pytest.raises(Unguarded) as caught:
+        receipts.require_recent(with_receipts(r.op, str(tmp_path / "none.json")), "vast")
+    assert "none.json" in caught.value.message
+
+
+def test_a_receipt_is_not_written_into_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(NotWritable):
+        receipts.write(str(tmp_path / "no" / "r.json"), {})
+
+
+# in a bucket --------------------------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """What boto3 does for us of S3: get and put of one object."""
+
+    class exceptions:
+        class NoSuchKey(Exception):
+            pass
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str], bytes] = {}
+        self.fails: Exception | None = None
+
+    def get_object(self, *, Bucket: str, Key: str):
+        if self.fails:
+            raise self.fails
+        if (Bucket, Key) not in self.objects:
+            raise self.exceptions.NoSuchKey
+        return {"Body": io.BytesIO(self.objects[Bucket, Key])}
+
+    def put_object(self, *, Bucket: str, Key: str, Body: bytes, ContentType: str):
+        if self.fails:
+            raise self.fails
+        self.objects[Bucket, Key] = Body
+
+
+@pytest.fixture
+def bucket(monkeypatch) -> Bucket:
+    made = Bucket()
+    boto3, botocore, config = types.ModuleType("boto3"), types.ModuleType("botocore"), types.ModuleType("config")
+    boto3.client = lambda service, config: made  # type: ignore[attr-defined]
+    config.Config = dict  # type: ignore[attr-defined]
+    for name, module in (("boto3", boto3), ("botocore", botocore), ("botocore.config", config)):
+        monkeypatch.setitem(sys.modules, name, module)
+    return made
+
+
+def test_a_receipt_in_a_bucket_counts_like_one_in_a_file(r, bucket):
+    named = with_receipts(r.op, "s3://ours/fleet/receipt.json")
+    with pytest.raises(Unguarded):
+        receipts.require_recent(named, "vast")
+    leave_receipt(r, "s3://ours/fleet/receipt.json")
+    assert list(bucket.objects) == [("ours", "fleet/receipt.json")]
+    receipts.require_recent(named, "vast")
+
+
+def test_a_bucket_that_fails_is_no_receipt_and_says_why(r, bucket):
+    bucket.fails = RuntimeError("no route")
+    with pytest.raises(Unguarded, match="no route"):
+        receipts.require_recent(with_receipts(r.op, "s3://ours/r.json"), "vast")
+    with pytest.raises(Unavailable):
+        receipts.write("s3://ours/r.json", {})
+
+
+def test_an_object_too_large_to_be_a_receipt_is_not_read_whole(r, bucket):
+    bucket.objects["ours", "r.json"] = b" " * (receipts.MAX_BYTES + 2)
+    with pytest.raises(Unguarded, match="4 MB"):
+        receipts.require_recent(with_receipts(r.op, "s3://ours/r.json"), "vast")
+
+
+def test_without_boto3_the_error_says_what_to_install(r, monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(MissingProgram, match="boto3"):
+        receipts.read("s3://ours/r.json")
+    with pytest.raises(Unguarded, match="boto3"):
+        receipts.require_recent(with_receipts(r.op, "s3://ours/r.json"), "vast")
+
+
+@pytest.mark.parametrize("place", ["s3://", "s3://bucket", "s3://bucket/", "s3:///key"])
+def test_an_address_that_names_no_object_is_a_usage_error(place):
+    with pytest.raises(UsageError):
+        receipts.write(place, {})
+
+
+def test_own_receipts_of_different_projects_and_accounts_lie_apart(tmp_path: Path):
+    places = {
+        receipts.own_path(tmp_path, *words)
+        for words in (("vast", "a", "p"), ("vast", "b", "p"), ("vast", "a", "q"), ("runpod", "a", "p"))
+    }
+    assert len(places) == 4
