@@ -20,6 +20,7 @@ COMMANDS = {
     "status": (_C + "project:status", "What is alive in this project; reads only."),
     "offers": (_C + "offers:offers", "What could be used, at which rate; reads only."),
     "approve": (_C + "approve:approve", "Record a person's yes to one plan; --show reads only."),
+    "plan": (_C + "plan:plan", "What a machine of its own would cost at most; measures, spends nothing."),
     "setup": (_C + "project:setup", "Make the project's machine ready."),
     "destroy": (_C + "project:destroy", "Give the project's machine back; refused while outputs are uncollected."),
     "spend": (_C + "spend:spend", "What was spent, from the ledger; reads only."),

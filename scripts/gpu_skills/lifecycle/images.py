@@ -36,11 +36,14 @@ _WHEELS = (
 )
 _TORCH = re.compile(r"(?<![\w.-])torch\s*(?:==|>=|~=)\s*(\d+)\.(\d+)(?![\w.]*\+)", re.I)
 _REQUIREMENTS = re.compile(r"(?<!\S)(?:-r|--requirement|-c|--constraint)[= ]?\s*([^\s;&|]+)")
+_INSTALL = re.compile(r"\b(?:pip[\d.]*|uv)\b.*\b(?:install|sync)\b")
 _SCRIPT = re.compile(
     r"(?<![\w./-])(?:python[\d.]*|bash|sh|torchrun|accelerate\s+launch)((?:\s+-[-\w=.]+)*)\s+([\w./-]+\.(?:py|sh))(?![\w/])"
 )
 # After these a file may be there that no directory had.
-_MAKES_FILES = re.compile(r"\b(?:cd|git|wget|curl|tar|unzip|cp|mv|hf|huggingface-cli|make|aws|rclone)\b|>|<<")
+_MAKES_FILES = re.compile(
+    r"\|\||\b(?:if|test|cd|git|wget|curl|tar|unzip|cp|mv|hf|huggingface-cli|make|aws|rclone)\b|>|<<"
+)
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,20 @@ def wheels_in(where: str, text: str) -> list[Wheel]:
 
 
 def requirement_files(command: str | None) -> list[str]:
-    """The files a command line, or a requirements file, names with -r or -c; no addresses."""
-    named = (match[1].strip("'\"") for match in _REQUIREMENTS.finditer(command or ""))
-    return list(dict.fromkeys(name for name in named if name and "://" not in name and "$" not in name))
+    """The files that the installs of a command line name with -r or -c; no addresses."""
+    parts = re.split(r"&&|\|\||[;|\n]", command or "")
+    return _distinct(m[1] for part in parts if _INSTALL.search(part) for m in _REQUIREMENTS.finditer(part))
+
+
+def nested_files(requirements: str) -> list[str]:
+    """The files that a requirements file names itself."""
+    lines = (line.strip() for line in requirements.splitlines())
+    return _distinct(m[1] for line in lines if line.startswith("-") for m in _REQUIREMENTS.finditer(line))
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    shown = (name.strip("'\"") for name in names)
+    return list(dict.fromkeys(name for name in shown if name and "://" not in name and "$" not in name))
 
 
 def scripts(command: str | None) -> list[str]:

@@ -196,6 +196,11 @@ def is_draft(name: str) -> bool:
     return _DRAFT.fullmatch(name) is not None
 
 
+def looks_like_name(word: str) -> bool:
+    """Whether a word can only be meant as a plan: `draft-…`, or eight or more digits of a frozen one."""
+    return word.startswith("draft-") or _NAME.fullmatch(word) is not None
+
+
 def not_covered(
     plan: Plan,
     *,
