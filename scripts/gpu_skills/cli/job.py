@@ -68,6 +68,14 @@ _RUN_EXITS = "the job's own code · 124 timeout · 130 cancelled · 125 gpu itse
     "--allow-secret-file", multiple=True, metavar="PATH", help="Send this file although it looks like a credential."
 )
 @click.option("--no-pull", is_flag=True, help="Leave the outputs on the machine.")
+@click.option("--plan", "plan", metavar="PLAN", help="Rent a machine of the job's own, as this frozen plan says.")
+@click.option(
+    "--yes", is_flag=True, help="The user's explicit instruction to rent; GPU, rate and deadline are printed."
+)
+@click.option("--hold-for", metavar="TIME", help="With --plan, shorter: keep the machine for review. 0: not at all.")
+@click.option("--max-lease", metavar="TIME", help="With --plan, shorter: billing ends so long after the create.")
+@click.option("--job-timeout", metavar="TIME", help="With --plan, shorter: the job then ends with exit 124.")
+@click.option("--resume-from", metavar="JOB", help="With --plan: the job whose checkpoint the plan goes on from.")
 def run(
     context: Context,
     cmd: tuple[str, ...],
@@ -75,17 +83,25 @@ def run(
     detach: bool,
     copies: int,
     no_pull: bool,
+    plan: str | None,
     **flags: Any,
 ) -> Output | None:
     """Run code as a job on the project's machine, setting it up when none is ready. Costs nothing on local and ssh.
 
-    CMD goes after `--`; without it gpujob.yaml says what to run. Ctrl-C stops watching; the job goes on.
+    CMD goes after `--`; without it gpujob.yaml says what to run. Ctrl-C stops watching; the job goes on. With --plan
+    the job gets a machine of its own, as approved; repeating that call follows and collects, it never rents twice.
     """
     from gpu_skills.cli.progress import byte_bar, spinner
     from gpu_skills.errors import UsageError
     from gpu_skills.jobs import pack, submit
     from gpu_skills.jobs.spec import load_spec
 
+    if plan is not None:
+        frozen = {"a command": cmd, "--dir": directory, "--copies": copies > 1, "--no-pull": no_pull}
+        return _run_plan(context, plan, frozen, detach=detach, **flags)
+    for name in ("hold_for", "max_lease", "job_timeout", "resume_from"):
+        if flags[name] is not None:
+            raise UsageError(f"--{name.replace('_', '-')} needs --plan", next_step="gpu plan --freeze")
     if copies > 1 and not detach:
         raise UsageError("--copies needs --detach", next_step="gpu job run --detach --copies 8 -- CMD")
     spec = load_spec(
@@ -141,6 +157,23 @@ def run(
     return _attached(context, link, submitted.job, no_pull=no_pull)
 
 
+_FROZEN = ("setup_command", "timeout", "label", "exclude", "expect", "require_input")
+
+
+def _run_plan(context: Context, plan: str, frozen: dict[str, Any], **flags: Any) -> Output:
+    """What a plan froze cannot be given again; the rest goes on to `job_plan`."""
+    from gpu_skills.cli.job_plan import run_plan
+    from gpu_skills.errors import UsageError
+
+    frozen |= {f"--{name.removesuffix('_command').replace('_', '-')}": flags.pop(name) for name in _FROZEN}
+    if given := [name for name, value in frozen.items() if value]:
+        raise UsageError(
+            f"with --plan everything is as it was frozen, so {', '.join(given)} cannot be given",
+            next_step="gpu plan --freeze",
+        )
+    return run_plan(context, plan, **flags)
+
+
 @command("ls", reads_only=True, example="gpu job ls --limit 20")
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True)
 def ls(context: Context, limit: int) -> Output:
@@ -177,6 +210,12 @@ def status(context: Context, job_id: str | None) -> Output:
     """State, exit code, time, cost_usd and output files of a job. Reads only, and records the end it sees."""
     from gpu_skills.jobs.records import JobFolder
 
+    launched = _launch(context, job_id)
+    if launched is not None and context.ledger.latest(launched.job) is None:
+        from gpu_skills.cli.job_plan import pending_document
+
+        document = pending_document(context, launched)
+        return Output(document, job_text(document))
     line = _line(context, job_id)
     answer = None
     if context.ledger.is_open(line):
@@ -207,7 +246,7 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
     folder = JobFolder(context.project, line["id"])
     if folder.log.exists():
         return _kept_log(context, folder, line, tail, offset)
-    link = context.machine_link(folder.submission()["machine_id"])
+    link = _link(context, line["id"])
     project_id = context.project.project_id
     if not follow:
         size = None if offset is not None else (tail * 400 if tail else None)
@@ -261,32 +300,64 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
 @click.argument("job_id", metavar="[JOB]", required=False)
 @click.option("--to", "destination", type=click.Path(path_type=Path), help="Another folder than gpu-outputs/<job>.")
 @click.option("--force", is_flag=True, help="Check every local file again instead of trusting earlier pulls.")
-def pull(context: Context, job_id: str | None, destination: Path | None, force: bool) -> Output:
+@click.option(
+    "--since-step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Only checkpoints after step N: paths such as checkpoint-1200/ or step_1200.pt.",
+)
+def pull(context: Context, job_id: str | None, destination: Path | None, force: bool, since_step: int | None) -> Output:
     """Download what changed into gpu-outputs/<job>, every file verified by SHA-256. Works while the job runs."""
     line = _line(context, job_id)
-    link = context.machine_link(_submission(context, line["id"])["machine_id"])
+    link = _link(context, line["id"])
     _settle(context, link)
-    return _pull(context, link, line["id"], destination=destination, force=force)
+    return pull_outputs(context, link, line["id"], destination=destination, force=force, since_step=since_step)
 
 
-@command("cancel", example="gpu job cancel J-000001", exits="0 ended · 1 it still runs")
+@command("cancel", example="gpu job cancel J-000001", exits="0 ended · 1 it still runs · 6 its machine may still bill")
 @click.argument("job_id", metavar="[JOB]", required=False)
-def cancel(context: Context, job_id: str | None) -> Output:
-    """End a running job and everything it started: TERM, KILL after 10 s. Its outputs stay and can be pulled."""
+@click.option(
+    "--abandon-outputs", is_flag=True, help="The user's explicit instruction to lose what was not pulled yet."
+)
+def cancel(context: Context, job_id: str | None, abandon_outputs: bool) -> Output:
+    """End a running job and everything it started: TERM, KILL after 10 s. Its outputs stay and can be pulled.
+
+    A job with a machine of its own can be cancelled from the moment it is launched: its outputs are pulled and its
+    machine is destroyed.
+    """
+    from gpu_skills.jobs import cancelling
+
+    launched = _launch(context, job_id)
+    if launched is not None:
+        return _cancel_launch(context, launched, abandon_outputs)
     line = _line(context, job_id)
     if not context.ledger.is_open(line):
         return Output(job_document(context, line["id"], None, line), f"{line['id']} had already ended")
-    link = context.machine_link(_submission(context, line["id"])["machine_id"])
-    request = {"project": context.project.project_id, "job": line["id"], "why": "user", "wait_s": 10}
-    deadline = context.clock.monotonic() + 30
-    answer = link.session.call("cancel", request, timeout_s=60)
-    while answer["state"] == "running" and context.clock.monotonic() < deadline:
-        answer = link.session.call("cancel", request, timeout_s=60)
+    link = _link(context, line["id"])
+    answer = cancelling.end_on_machine(context.project, context.clock, link, line["id"], wait_s=30)
     _settle(context, link)
     document = job_document(context, line["id"], answer)
     still_runs = answer["state"] == "running"
     hints = [f"{line['id']} has not ended yet; next: gpu job cancel {line['id']}"] if still_runs else []
     return Output(document, job_text(document), exit_code=1 if still_runs else 0, hints=hints)
+
+
+def _cancel_launch(context: Context, launched: Any, gives_up_outputs: bool) -> Output:
+    from gpu_skills.jobs import cancelling
+
+    line = context.ledger.latest(launched.job)
+    if launched.ended_at is not None and line is not None and not context.ledger.is_open(line):
+        return Output(job_document(context, launched.job, None, line), f"{launched.job} had already ended")
+    state = cancelling.cancel(
+        context.operator,
+        launched,
+        collect=lambda link, job: say(pull_outputs(context, link, job).text),
+        gives_up_outputs=gives_up_outputs,
+    )
+    document = job_document(context, launched.job)
+    text = job_text(document) + f"\nits machine is {state}"
+    hints = [] if state == "destroyed" else ["it counts as burning until it is proven gone; next: gpu reconcile"]
+    return Output(document, text, exit_code=0 if state == "destroyed" else 6, hints=hints)
 
 
 # watching a run --------------------------------------------------------------------------------
@@ -306,7 +377,7 @@ def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Out
     pulled, problem = None, None
     if not no_pull:
         try:
-            pulled = _pull(context, link, job_id)
+            pulled = pull_outputs(context, link, job_id)
         except GpuError as exc:
             problem = exc
     # After the pull, so that the ledger's line can say where the outputs are now.
@@ -338,7 +409,16 @@ def _kept_log(context: Context, folder: Any, line: dict[str, Any], tail: int | N
     return Output({"job": folder.job, "text": text, "offset": start, "next": len(data), "state": state}, text)
 
 
-def _pull(context: Context, link: Any, job_id: str, *, destination: Path | None = None, force: bool = False) -> Output:
+def pull_outputs(
+    context: Context,
+    link: Any,
+    job_id: str,
+    *,
+    destination: Path | None = None,
+    force: bool = False,
+    since_step: int | None = None,
+) -> Output:
+    """Download what changed and tell of it."""
     from gpu_skills.cli.progress import byte_bar
     from gpu_skills.jobs import collect
 
@@ -346,7 +426,14 @@ def _pull(context: Context, link: Any, job_id: str, *, destination: Path | None 
         destination = context.cwd / destination
     with byte_bar(context, "pull", before="comparing", after="verifying") as progress:
         got = collect.pull(
-            context.project, context.clock, link, job_id, destination=destination, progress=progress, force=force
+            context.project,
+            context.clock,
+            link,
+            job_id,
+            destination=destination,
+            progress=progress,
+            force=force,
+            since_step=since_step,
         )
     shown = _shown_path(context, got.destination)
     document = {
@@ -361,12 +448,15 @@ def _pull(context: Context, link: Any, job_id: str, *, destination: Path | None 
         "skipped": got.skipped[:50],
     }
     new = f"{got.report.new} new ({format_bytes(got.report.bytes)})"
-    text = f"{counted(got.files, 'output file')} in {shown}: {new}, {got.report.unchanged} unchanged"
+    kind = "output file" if since_step is None else "checkpoint file"
+    text = f"{counted(got.files, kind)} in {shown}: {new}, {got.report.unchanged} unchanged"
     if got.report.changing:
         text += f", {len(got.report.changing)} still being written (pull again later)"
     if got.skipped:
         text += f"; not pulled: {', '.join(str(s.get('path')) for s in got.skipped[:5])}"
     nothing = "no outputs" if got.final else f"no outputs of {job_id} yet"
+    if since_step is not None:
+        nothing = f"no checkpoint of {job_id} after step {since_step} yet"
     return Output(document, text if got.files or got.skipped else nothing)
 
 
@@ -386,6 +476,28 @@ def _line(context: Context, job_id: str | None) -> dict[str, Any]:
     return line
 
 
+def _launch(context: Context, job_id: str | None) -> Any:
+    """The launch of this job, or of the latest one; None for a job on the project's machine."""
+    from gpu_skills.jobs import launch
+
+    if job_id is None:
+        pending = launch.latest_pending(context.project, context.ledger)
+        job_id = pending.job if pending is not None else context.ledger.last_id()
+    return None if job_id is None else launch.of_job(context.project, job_id)
+
+
+def _link(context: Context, job_id: str) -> Any:
+    """A link to the machine a job ran on, if that can answer."""
+    from gpu_skills.jobs import collect
+    from gpu_skills.lifecycle import machines
+
+    machine_id = _submission(context, job_id)["machine_id"]
+    machine = machines.find(context.project, machine_id)
+    if machine is not None:
+        collect.awake(machine, job_id)
+    return context.machine_link(machine_id)
+
+
 def _submission(context: Context, job_id: str) -> dict[str, Any]:
     from gpu_skills.jobs.records import JobFolder
 
@@ -395,7 +507,7 @@ def _submission(context: Context, job_id: str) -> dict[str, Any]:
 def _ask(context: Context, job_id: str) -> dict[str, Any] | None:
     from gpu_skills.jobs import observe
 
-    link = context.machine_link(_submission(context, job_id)["machine_id"])
+    link = _link(context, job_id)
     answer = _settle(context, link).get(job_id)
     if answer is not None and answer["state"] == "running" and context.may_write:
         observe.sync_events(context.project, link, job_id)
@@ -405,7 +517,14 @@ def _ask(context: Context, job_id: str) -> dict[str, Any] | None:
 def _settle(context: Context, link: Any) -> dict[str, dict[str, Any]]:
     from gpu_skills.jobs import observe
 
-    return observe.settle(context.project, context.ledger, context.clock, link, write=context.may_write)
+    return observe.settle(
+        context.project,
+        context.ledger,
+        context.clock,
+        link,
+        write=context.may_write,
+        notify=context.notifier.send,
+    )
 
 
 def _settle_all(context: Context) -> None:

@@ -20,8 +20,11 @@ UNWATCHED_WAIT_S = 10.0
 SILENCE_S = 10.0
 
 
-def stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: bool = False) -> Any:
-    """Print the log as it comes; returns the last piece."""
+def stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: bool = False, watch: Any = None) -> Any:
+    """Print the log as it comes; returns the last piece.
+
+    watch: a `jobs.watching.Watch`, which sees each piece's status and each try to connect that failed.
+    """
     from gpu_skills.jobs import follow as following
     from gpu_skills.jobs.records import JobFolder
 
@@ -50,6 +53,7 @@ def stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: 
         clock=context.clock,
         offset=offset,
         say=lambda line: above(lambda: say(line)),
+        on_silence=(lambda: None) if watch is None else watch.silence,
         wait_s=WATCHED_WAIT_S if status is not None or standstill.is_looked_for else UNWATCHED_WAIT_S,
     )
     with bottom:
@@ -57,6 +61,8 @@ def stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: 
             last = piece
             texts = [following.gap_notice(piece.gap_bytes)] if piece.gap_bytes else []
             texts += folder.feed(piece.data)
+            if watch is not None:
+                watch.piece(piece.status)
             if status is not None:
                 status.see(piece.status, folder.unfinished())
             if texts:

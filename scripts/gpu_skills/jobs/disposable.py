@@ -205,9 +205,8 @@ def rent(op: Operator, launched: Launch, found: Plan, approval: Approval) -> tup
         link = op.connect(machine)
     else:
         patient = replace(op, clock=CancellableClock(op.clock, lambda: launch.is_cancelled(op.project, launched.plan)))
-        shorter = replace(found, deadline_s=min(found.deadline_s, launched.max_lease_s))
         try:
-            provisioned = provision.provision(patient, launched.plan, shorter, approval)
+            provisioned = provision.provision(patient, launched.plan, found, approval, max_lease_s=launched.max_lease_s)
         except KeyboardInterrupt:
             end_machines(op, launched, why="cancelled")
             raise
@@ -407,34 +406,43 @@ def settle(op: Operator, link: Link) -> dict[str, dict[str, Any]]:
 def cancelled_before_it_began(op: Operator, launched: Launch) -> None:
     """Give a job that never began its two lines, so that every list shows what became of it. It cost nothing: what its
     machine cost until then is in charges."""
-    if op.ledger.latest(launched.job) is None:
-        try:
-            job_plan = plan.load(op.project, launched.plan)[1]
-            provider, what = job_plan.provider, {"run": (job_plan.job or {}).get("run")}
-        except GpuError:
-            provider, what = None, {}
-        now = timestamp(op.clock.now())
-        op.ledger.start(
-            {"id": launched.job, "provider": provider, "inputs": what, "started_at": now, "plan": launched.plan}
+    try:
+        job_plan = plan.load(op.project, launched.plan)[1]
+        provider, what = job_plan.provider, {"run": (job_plan.job or {}).get("run")}
+    except GpuError:
+        provider, what = None, {}
+    now = timestamp(op.clock.now())
+    with JobFolder(op.project, launched.job).submitting():
+        if op.ledger.latest(launched.job) is None:
+            op.ledger.start(
+                {"id": launched.job, "provider": provider, "inputs": what, "started_at": now, "plan": launched.plan}
+            )
+        op.ledger.finish(
+            {
+                "id": launched.job,
+                "status": "cancelled",
+                "completed_at": now,
+                "duration_s": 0,
+                "cost_usd": 0,
+                "artifacts": [],
+                "error": "cancelled before it began",
+                "reason": "user",
+            }
         )
-    op.ledger.finish(
-        {
-            "id": launched.job,
-            "status": "cancelled",
-            "completed_at": timestamp(op.clock.now()),
-            "duration_s": 0,
-            "cost_usd": 0,
-            "artifacts": [],
-            "error": "cancelled before it began",
-            "reason": "user",
-        }
-    )
 
 
-def is_over(op: Operator, launched: Launch) -> bool:
-    """Whether the job has ended, its outputs are here and its machine is gone."""
+def has_begun(op: Operator, launched: Launch) -> bool:
+    """Whether the job is on its machine, or was: from here on it is followed, not started."""
+    line = op.ledger.latest(launched.job)
+    if line is None:
+        return False
+    return not op.ledger.is_open(line) or JobFolder(op.project, launched.job).read("accepted") is not None
+
+
+def is_collected(op: Operator, launched: Launch) -> bool:
+    """Whether the job has ended and nothing of it is on its machine alone."""
     line = op.ledger.latest(launched.job)
     if line is None or op.ledger.is_open(line):
         return False
     machine = won_machine(op, launched)
-    return machine is None or machine.status in states.FINAL
+    return machine is None or not op.unverified(machine.id)

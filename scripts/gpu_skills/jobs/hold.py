@@ -62,3 +62,21 @@ def interruptible() -> Iterator[None]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+@contextlib.contextmanager
+def unhurried() -> Iterator[None]:
+    """The first Ctrl-C here changes nothing: what is under way is the end that was asked for. The second one does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def once(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

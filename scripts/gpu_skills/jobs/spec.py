@@ -135,7 +135,7 @@ def load_spec(
     for name, line in lines.items():
         _check_text(line, f"the {name} command", "put it into a script of the directory")
         _refuse_no_text(line, f"the {name} command")
-    secret_env = _secret_env(env, environ, dotenv_root)
+    secret_env = given_env(env, environ, dotenv_root)
     recorded = {name: value for name, value in _file_env(document).items() if name not in secret_env}
     return JobSpec(
         run=run,
@@ -186,7 +186,8 @@ def _refuse_no_text(text: str | None, what: str) -> None:
         raise UsageError(f"{what} is not UTF-8", next_step="put it into a script of the directory, or use other names")
 
 
-def _secret_env(env: Sequence[str], environ: Mapping[str, str], dotenv_root: Path | None) -> dict[str, str]:
+def given_env(env: Sequence[str], environ: Mapping[str, str], dotenv_root: Path | None) -> dict[str, str]:
+    """Values of `--env NAME=VALUE` and `--env NAME`. UsageError, which repeats no value."""
     values: dict[str, str] = {}
     for given in env:
         name, equals, value = given.partition("=")

@@ -6,6 +6,7 @@ whether it is still there; three of them that say no, and the machine is lost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ LOOKS = 3
 RESUMES_WITHIN_S = 600.0  # an outbid machine may come back by itself
 TIMES_EXPECTED = 2.0
 NEAR_DEADLINE = timedelta(minutes=5)
+LAST_PULL = timedelta(minutes=5)
 EXPECTED_EXCEEDED = "expected_exceeded"
 _HERE = ("booting", "running")
 
@@ -52,18 +54,22 @@ class Preempted(MachineLost):
 class Watch:
     """One job's. `piece` gets what the machine says of the job, `silence` is called while it says nothing."""
 
-    def __init__(self, op: Operator, launched: Launch, found: Plan, link: Link):
+    def __init__(
+        self, op: Operator, launched: Launch, found: Plan, link: Link, *, last_pull: Callable[[], None] = lambda: None
+    ):
         self._op = op
         self._launched = launched
         self._plan = found
         self._link = link
         self._machine = link.machine
+        self._last_pull: Callable[[], None] | None = last_pull
         self._folder = JobFolder(op.project, launched.job)
         self._stall_s = ((found.job or {}).get("progress") or {}).get("stall_s")
         self._told_of_time = any(e.get("event") == EXPECTED_EXCEEDED for e in _events(self._folder))
         self._told_of_standstill = False
         self._heard_at_s = op.clock.monotonic()
         self._heard_at = op.clock.now()
+        self._began_at = self._heard_at
         self._asked_at_s: float | None = None
         self._away = 0
 
@@ -72,6 +78,7 @@ class Watch:
         self._away, self._asked_at_s = 0, None
         self._look_at_the_time(status)
         self._look_at_progress(status)
+        self._look_at_the_end(status)
 
     def silence(self) -> None:
         """Raises MachineLost or Preempted once the provider has said so often enough, CancelRequested on a cancel."""
@@ -127,6 +134,16 @@ class Watch:
             except RemoteError:
                 pass  # the next look brings them
         self._told_of_standstill = is_still
+
+    def _look_at_the_end(self, status: dict[str, Any]) -> None:
+        """Shortly before its machine ends a running job is collected once: afterwards there may be nothing to ask."""
+        ends = (self._machine.session or {}).get("deadline_at")
+        if self._last_pull is None or ends is None or status["state"] != "running":
+            return
+        margin = min(LAST_PULL, (parse_timestamp(ends) - self._began_at) / 4)
+        if self._op.clock.now() >= parse_timestamp(ends) - margin:
+            pull, self._last_pull = self._last_pull, None
+            pull()
 
     # when it does not -----------------------------------------------------------------------------------------------
 

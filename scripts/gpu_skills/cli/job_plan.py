@@ -1,0 +1,418 @@
+"""`gpu job run --plan P`: a job with a machine of its own, from the frozen plan to the machine's proven end."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gpu_skills.cli.context import Context
+from gpu_skills.cli.job_view import job_document, summary
+from gpu_skills.cli.job_watch import stream
+from gpu_skills.cli.output import Output, say
+from gpu_skills.errors import EXIT_CANCELLED, EXIT_TIMEOUT, GpuError, StateBusy, UsageError
+from gpu_skills.units import counted, format_bytes, format_duration, format_usd
+
+if TYPE_CHECKING:
+    from gpu_skills.jobs.launch import Launch
+    from gpu_skills.jobs.pack import Packed
+    from gpu_skills.jobs.spec import JobSpec
+    from gpu_skills.lifecycle.connect import Link
+    from gpu_skills.lifecycle.operator import Operator
+    from gpu_skills.lifecycle.plan import Plan
+
+OTHER_WAIT_S = 2.0
+
+
+def run_plan(
+    context: Context,
+    name: str,
+    *,
+    yes: bool = False,
+    hold_for: str | None = None,
+    max_lease: str | None = None,
+    job_timeout: str | None = None,
+    resume_from: str | None = None,
+    env: tuple[str, ...] = (),
+    allow_secret_file: tuple[str, ...] = (),
+    detach: bool = False,
+) -> Output:
+    """Launch what was approved, or follow what was launched already; the same call is right in both cases."""
+    from gpu_skills.jobs import disposable, launch
+
+    op = context.operator
+    full, found = disposable.open_plan(context.project, name)
+    limits = disposable.limits(found, hold_for=hold_for, max_lease=max_lease, job_timeout=job_timeout)
+    _require_same_checkpoint(found, resume_from)
+    launched = launch.find(context.project, full)
+    if launched is not None and launched.ended_at is not None and op.ledger.latest(launched.job) is not None:
+        return _finished(context, op, launched)
+    if launched is not None and (machine := disposable.won_machine(op, launched)) is not None:
+        if disposable.may_try_again(op, launched, machine):
+            launched = disposable.try_again(op, launched)
+    if launched is not None and disposable.has_begun(op, launched):
+        return _gone_on_with(context, op, launched, found, detach=detach)
+    work = _prepared(context, found, limits.job_timeout_s, env, allow_secret_file, launched)
+    approval = _agreed(context, full, found, yes=yes)
+    launched = launch.begin(context.project, op.ledger, context.clock, full, limits, approval.id)
+    say(f"{launched.job} is plan {full[:12]}")
+    launched, link = _launched(context, op, launched, found, approval, work)
+    return _to_the_end(context, op, launched, found, link, work, detach=detach)
+
+
+def _gone_on_with(context: Context, op: Operator, launched: Launch, found: Plan, *, detach: bool) -> Output:
+    """Follow a job that has begun, or finish what is left of one that has ended."""
+    from gpu_skills.jobs import disposable
+    from gpu_skills.jobs.collect import awake
+    from gpu_skills.lifecycle import states
+
+    machine = disposable.won_machine(op, launched)
+    if machine is None or (disposable.is_collected(op, launched) and machine.status == "terminating"):
+        _let_go(context, op, launched)
+        return _finished(context, op, launched)
+    if machine.status in states.FINAL:
+        disposable.end_machines(op, launched, why="job_over")
+        return _finished(context, op, launched)
+    say(f"{launched.job} was launched by this plan: following it on {machine.id}")
+    return _to_the_end(context, op, launched, found, op.connect(awake(machine, launched.job)), _Work(), detach=detach)
+
+
+# before ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What it takes to submit the job. Empty where a job is only followed."""
+
+    spec: JobSpec | None = None
+    packed: Packed | None = None
+    hf_token: str | None = field(default=None, repr=False)
+
+
+def _prepared(
+    context: Context,
+    found: Plan,
+    timeout_s: float | None,
+    env: tuple[str, ...],
+    allow_secret_file: tuple[str, ...],
+    launched: Launch | None,
+) -> _Work:
+    """Stage the inputs and find the secrets: everything that can be wrong here is found before anything is rented."""
+    from gpu_skills.cli.progress import byte_bar
+    from gpu_skills.jobs import disposable, staging
+    from gpu_skills.jobs.spec import given_env
+
+    try:
+        given = given_env(env, context.environ, context.project.root)
+        values, hf_token = disposable.secret_values(found, given, _known_secrets(context))
+        spec = disposable.spec_of(context.project, found, secret_env=values, timeout_s=timeout_s)
+        with byte_bar(context, "pack", before="looking at the files") as progress:
+            packed = staging.stage(context.project, found, progress=progress, allow_secret_files=allow_secret_file)
+    except GpuError as exc:
+        machine = None if launched is None else disposable.won_machine(context.operator, launched)
+        if machine is not None and launched is not None:
+            exc.next_step = f"{exc.next_step}; {machine.id} is rented and waits: or gpu job cancel {launched.job}"
+            exc.details["machine"] = machine.id
+        raise
+    files = sum(1 for entry in packed.tree.files)
+    say(f"{counted(files, 'file')}, {format_bytes(packed.total_bytes)}, as planned")
+    for warning in packed.warnings:
+        say(f"warning: {warning}")
+    return _Work(spec, packed, hf_token)
+
+
+def _known_secrets(context: Context) -> Any:
+    from gpu_skills import credentials
+    from gpu_skills.config import read_dotenv
+
+    def known(name: str) -> str | None:
+        if name == "HF_TOKEN":
+            return credentials.hf_token(context.project.root, context.environ)
+        return context.environ.get(name) or read_dotenv(context.project.root, [name]).get(name)
+
+    return known
+
+
+def _agreed(context: Context, full: str, found: Plan, *, yes: bool) -> Any:
+    from gpu_skills.cli.approve import agree
+    from gpu_skills.lifecycle import approvals
+
+    return agree(context, approvals.ask_of_plan(full, found), yes=yes)
+
+
+def _require_same_checkpoint(found: Plan, resume_from: str | None) -> None:
+    if resume_from is None:
+        return
+    frozen = (found.resume_from or {}).get("job")
+    if frozen != resume_from:
+        says = f"resumes from {frozen}" if frozen else "starts from the beginning"
+        raise UsageError(
+            f"--resume-from {resume_from}: this plan {says}", next_step=f"gpu plan --freeze --resume-from {resume_from}"
+        )
+
+
+# launch ---------------------------------------------------------------------------------------------------------------
+
+
+def _launched(
+    context: Context, op: Operator, launched: Launch, found: Plan, approval: Any, work: _Work
+) -> tuple[Launch, Link]:
+    """Rent and submit, or wait for the command that is at it already."""
+    from gpu_skills.jobs import disposable
+
+    while True:
+        try:
+            machine, link = disposable.rent(op, launched, found, approval)
+            say(
+                f"{launched.job} on {machine.id}: {machine.provider} {machine.gpu or ''} at "
+                f"{format_usd(machine.rate_usd_hr)}/h until {machine.deadline_at}"
+            )
+            return _submitted(context, op, launched, found, link, work), link
+        except StateBusy:
+            launched = _other_command(op, launched)
+            if disposable.has_begun(op, launched):
+                machine = disposable.won_machine(op, launched)
+                if machine is None:
+                    raise
+                return launched, op.connect(machine)
+        except KeyboardInterrupt:
+            _cancelled_early(context, op, launched)
+            raise
+
+
+def _submitted(context: Context, op: Operator, launched: Launch, found: Plan, link: Link, work: _Work) -> Launch:
+    from gpu_skills.cli.progress import byte_bar
+    from gpu_skills.jobs import disposable
+
+    assert work.spec is not None and work.packed is not None
+    with byte_bar(context, "upload", before="comparing", after="verifying") as progress:
+        submitted = disposable.submit(
+            op, launched, found, link, work.spec, work.packed, hf_token=work.hf_token, progress=progress
+        )
+    report = submitted.upload
+    say(f"{launched.job} started; sent {format_bytes(report.bytes_sent)} of {format_bytes(report.bytes_total)}")
+    return launched
+
+
+def _other_command(op: Operator, launched: Launch) -> Launch:
+    """Wait a moment for the command that works on this launch; how it stands then."""
+    from gpu_skills.jobs import launch
+
+    op.clock.sleep(OTHER_WAIT_S)
+    return launch.find(op.project, launched.plan) or launched
+
+
+def _cancelled_early(context: Context, op: Operator, launched: Launch) -> None:
+    """Ctrl-C, or a cancel from elsewhere, before the job began: its machine was ended already."""
+    from gpu_skills.jobs import disposable
+    from gpu_skills.jobs.records import JobFolder
+
+    if not JobFolder(context.project, launched.job).was_sent:
+        disposable.cancelled_before_it_began(op, launched)
+
+
+# follow, collect, hold, let go --------------------------------------------------------------------------------------
+
+
+def _to_the_end(
+    context: Context, op: Operator, launched: Launch, found: Plan, link: Link, work: _Work, *, detach: bool
+) -> Output:
+    """Everything after the start. Whatever breaks off here, the same command again goes on."""
+    from gpu_skills.jobs import disposable
+
+    if detach:
+        return _detached(context, launched, link)
+    while True:
+        ended = _followed(context, op, launched, found, link)
+        if ended is not None:
+            return ended
+        disposable.settle(op, link)
+        if work.spec is None or not disposable.may_try_again(op, launched, link.machine):
+            break
+        before, launched = launched.job, disposable.try_again(op, launched)
+        say(f"{before} went down with its container; {launched.job} is its second and last try, on the same machine")
+        _submitted(context, op, launched, found, link, work)
+    return _collected(context, op, launched, link)
+
+
+def _followed(context: Context, op: Operator, launched: Launch, found: Plan, link: Link) -> Output | None:
+    """Stream to the job's end: None; an Output where somebody stopped watching or the job ended with its machine."""
+    from gpu_skills.jobs import cancelling
+    from gpu_skills.jobs.disposable import CancelRequested
+    from gpu_skills.jobs.watching import MachineLost, Watch
+
+    watch = Watch(op, launched, found, link, last_pull=lambda: _pull_quietly(context, link, launched.job))
+    try:
+        stream(context, link, launched.job, 0, to_stderr=context.json, watch=watch)
+    except CancelRequested:
+        cancelling.cancel(op, launched, collect=lambda there, job: _pull(context, there, job))
+        return _output(context, op, launched, EXIT_CANCELLED)
+    except KeyboardInterrupt:
+        _say_it_goes_on(launched, link)
+        return _output(context, op, launched, EXIT_CANCELLED)
+    except MachineLost as exc:
+        line = op.ledger.latest(launched.job) or {}
+        if op.ledger.state_of(line) == "timeout":
+            return _output(context, op, launched, EXIT_TIMEOUT)
+        exc.details["job"] = _document(context, op, launched)
+        raise
+    return None
+
+
+def _collected(context: Context, op: Operator, launched: Launch, link: Link) -> Output:
+    from gpu_skills.jobs import device_errors, observe
+
+    job = launched.job
+    try:
+        pulled = _pull(context, link, job)
+    except GpuError as exc:
+        exc.details["job"] = _document(context, op, launched)
+        exc.next_step = (
+            f"gpu job pull {job} --force, then gpu job run --plan {launched.plan[:12]}; until then {link.machine.id} "
+            f"goes on and may bill until {link.machine.deadline_at}"
+        )
+        raise
+    say(pulled.text)
+    line = op.ledger.latest(job) or {}
+    if op.ledger.state_of(line) == "failed" and (advice := device_errors.advice(op, launched, link.machine)):
+        say(advice)
+    say(summary(job_document(context, job, None, line)))
+    held = _held(context, op, launched, link)
+    state = _let_go(context, op, launched)
+    output = _output(context, op, launched, observe.exit_code_of(_as_answer(op, line)))
+    output.document |= {"pulled": pulled.document, "held": held, "machine_state": state}
+    if state != "destroyed":
+        output.hints.append(f"{link.machine.id} is not proven gone and counts as burning; next: gpu reconcile")
+    return output
+
+
+def _held(context: Context, op: Operator, launched: Launch, link: Link) -> str | None:
+    """Hold the machine for review; how that ended, None without a hold."""
+    from gpu_skills.jobs import disposable, hold, launch
+    from gpu_skills.lifecycle import machines, states
+
+    until = disposable.keep(op, launched, link)
+    if until is None:
+        return None
+    machine = link.machine
+    rate = format_usd(machine.rate_usd_hr)
+    if machine.endpoint is not None:
+        where = machine.endpoint
+        port = f" -p {where.port}" if where.port else ""
+        say(f"to look at it: ssh{port} {where.user + '@' if where.user else ''}{where.host}")
+
+    def tell(left_s: float) -> None:
+        say(f"{machine.id} is held for review at {rate}/h, {format_duration(left_s)} left; Ctrl-C ends it now")
+
+    def is_ended() -> bool:
+        now = machines.find(op.project, machine.id)
+        return now is None or now.status in states.FINAL or launch.is_cancelled(op.project, launched.plan)
+
+    return hold.review(context.clock, until, tell=tell, is_ended=is_ended)
+
+
+def _let_go(context: Context, op: Operator, launched: Launch) -> str:
+    from gpu_skills.jobs import disposable
+    from gpu_skills.jobs.hold import unhurried
+
+    say("destroying the machine, and watching until it is proven gone")
+    try:
+        with unhurried():
+            return disposable.let_go(op, launched)
+    except GpuError as exc:
+        exc.details["job"] = _document(context, op, launched)
+        raise
+
+
+def _pull(context: Context, link: Link, job: str) -> Output:
+    from gpu_skills.cli.job import pull_outputs
+    from gpu_skills.jobs import disposable
+
+    output = pull_outputs(context, link, job)
+    # Again, so that the ledger's line can say where the outputs are now.
+    disposable.settle(context.operator, link)
+    return output
+
+
+def _pull_quietly(context: Context, link: Link, job: str) -> None:
+    """What there is before the machine's end comes; the job still writes."""
+    with contextlib.suppress(GpuError):
+        say(_pull(context, link, job).text)
+
+
+# what is said -------------------------------------------------------------------------------------------------------
+
+
+def pending_document(context: Context, launched: Launch) -> dict[str, Any]:
+    """A job whose machine is being made: it has no ledger line yet."""
+    from gpu_skills.jobs import disposable
+    from gpu_skills.lifecycle import plan, runs
+
+    op = context.operator
+    found = plan.load(context.project, launched.plan)[1]
+    job = found.job or {}
+    line = {
+        "id": launched.job,
+        "status": "running",
+        "provider": found.provider,
+        "inputs": {"run": job.get("run"), "label": job.get("label")},
+    }
+    document = job_document(context, launched.job, None, line)
+    run = runs.load(op, launched.approval_id) if launched.approval_id else None
+    machine = disposable.won_machine(op, launched)
+    newest = run.attempts[-1] if run is not None and run.attempts else None
+    document["phase"] = "setup" if machine is not None else "booting" if newest is not None else "requested"
+    document["machine"] = machine.id if machine is not None else newest.machine_id if newest is not None else None
+    document["gpu"] = newest.gpu if newest is not None else None
+    document["next_step"] = f"gpu job run --plan {launched.plan[:12]}, or gpu job cancel {launched.job}"
+    return document
+
+
+def _document(context: Context, op: Operator, launched: Launch) -> dict[str, Any]:
+    from gpu_skills.jobs import disposable
+
+    document = job_document(context, launched.job)
+    machine = disposable.won_machine(op, launched)
+    document |= {
+        "plan": launched.plan,
+        "machine_state": None if machine is None else machine.status,
+        "held_until": launched.hold_until,
+    }
+    if machine is not None:
+        document["machine"] = machine.id
+    return document
+
+
+def _output(context: Context, op: Operator, launched: Launch, exit_code: int) -> Output:
+    return Output(_document(context, op, launched), "", exit_code=exit_code)
+
+
+def _finished(context: Context, op: Operator, launched: Launch) -> Output:
+    """The plan has run: nothing is launched a second time."""
+    from gpu_skills.jobs import observe
+
+    line = op.ledger.latest(launched.job) or {}
+    output = _output(context, op, launched, observe.exit_code_of(_as_answer(op, line)))
+    say(f"this plan has run: {summary(output.document)}")
+    return output
+
+
+def _detached(context: Context, launched: Launch, link: Link) -> Output:
+    output = _output(context, context.operator, launched, 0)
+    output.text = launched.job
+    output.hints.append(
+        f"{link.machine.id} bills until {link.machine.deadline_at} at the latest; "
+        f"to follow, collect and let it go: gpu job run --plan {launched.plan[:12]}"
+    )
+    return output
+
+
+def _say_it_goes_on(launched: Launch, link: Link) -> None:
+    say(
+        f"gpu: stopped watching, {launched.job} goes on and {link.machine.id} bills until {link.machine.deadline_at} "
+        f"at the latest; next: gpu job run --plan {launched.plan[:12]}, or gpu job cancel {launched.job}"
+    )
+
+
+def _as_answer(op: Operator, line: dict[str, Any]) -> dict[str, Any]:
+    return {"state": op.ledger.state_of(line), "exit_code": line.get("exit_code")}
