@@ -146,10 +146,20 @@ class Context:
         if name not in RENTED_PROVIDERS:
             known = ", ".join((*OWN_PROVIDERS, *RENTED_PROVIDERS))
             raise ConfigError(file="gpu.yaml", problem=f"unknown provider {name!r}; known: {known}")
-        key = credentials.provider_key(name, self.project.root, self.environ)
+        key = credentials.provider_key(name, self._root_if_any, self.environ)
         if key is None:
             raise MissingCredential(provider=name)
         return key
+
+    @property
+    def _root_if_any(self) -> Path | None:
+        """A key does not need a project: a sentinel on another host has none."""
+        from gpu_skills.errors import NoProject
+
+        try:
+            return self.project.root
+        except NoProject:
+            return None
 
     def provider_with(self, key: Credential) -> RentedReader:
         """What reads from a rented provider with this key."""
