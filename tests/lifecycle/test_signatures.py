@@ -40,7 +40,7 @@ def test_the_signer_is_named_as_the_policy_names_them(tmp_path, stranger, kind):
 
 
 def test_a_key_that_nobody_named_proves_nothing(key, stranger):
-    with pytest.raises(BadSignature, match="not among the allowed signers"):
+    with pytest.raises(BadSignature, match="of none of the allowed signers"):
         checked(sign(stranger, MESSAGE), signer_line(key))
 
 

@@ -33,7 +33,7 @@ def verify(message: bytes, signature: str, *, signers: Sequence[str], namespace:
     signers: lines of an allowed_signers file. Their options (namespaces, valid-before) hold; the clock for those is the
     computer's own. MissingProgram without an ssh-keygen.
     """
-    if not signature.lstrip().startswith(_HEAD) or len(signature) > MAX_SIGNATURE_BYTES or not signature.isascii():
+    if not signature.startswith(_HEAD) or len(signature) > MAX_SIGNATURE_BYTES or not signature.isascii():
         raise BadSignature("it is no SSH signature")
     lines = [line for line in signers if line.isprintable()]  # one entry is one line
     if not lines:
@@ -44,7 +44,7 @@ def verify(message: bytes, signature: str, *, signers: Sequence[str], namespace:
         signed.write_text(signature)
         known = _ssh_keygen("-Y", "find-principals", "-f", str(allowed), "-s", str(signed))
         if known.returncode != 0:
-            raise BadSignature(f"its key is not among the allowed signers ({_reason(known)})")
+            raise BadSignature(f"it is of none of the allowed signers ({_reason(known)})")
         failed = "nobody is named beside its key"
         for principal in known.stdout.decode("utf-8", "replace").splitlines()[:MAX_PRINCIPALS]:
             done = _ssh_keygen(
@@ -83,5 +83,5 @@ def _ssh_keygen(*arguments: str, given: bytes = b"") -> subprocess.CompletedProc
 
 
 def _reason(done: subprocess.CompletedProcess[bytes]) -> str:
-    said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"ssh-keygen ended with {done.returncode}"]
-    return one_line(said[-1], limit=200)
+    said = done.stderr.decode("utf-8", "replace").split("\n")
+    return one_line("; ".join(line.strip() for line in said if line.strip()), limit=300) or f"exit {done.returncode}"
