@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from gpu_skills.lifecycle.machines import Machine
     from gpu_skills.remote.session import Session
 
+# In the record of a rented machine: the fingerprint of its host key, as the provider's log printed it.
+VOUCHED = "host_key_sha256"
+
 
 class Link:
     """An open conversation with one machine. bulk: None where the control connection is as good as any."""
@@ -53,7 +56,12 @@ def connect(machine: Machine, *, known_hosts: Path, environ: Mapping[str, str], 
     from gpu_skills.remote.ssh import SshTransport
 
     transport = SshTransport(
-        machine.endpoint, machine_id=machine.id, known_hosts=known_hosts, environ=environ, may_pin=may_write
+        machine.endpoint,
+        machine_id=machine.id,
+        known_hosts=known_hosts,
+        environ=environ,
+        vouched=machine.extra.get(VOUCHED),
+        may_pin=may_write,
     )
     return Link(machine, Session.open(transport, root=machine.root, may_install=may_write), Bulk(transport))
 

@@ -35,7 +35,7 @@ DRAIN = timedelta(seconds=150)
 START_GRACE = timedelta(minutes=10)
 ACKNOWLEDGE_S = 30.0
 _INTENT = re.compile(r"[a-z][0-9a-f]{16}")
-_FOLDER = re.compile(r"~(?:/\.\.)?(?:/[A-Za-z0-9._-]{1,100}){0,8}|/[A-Za-z0-9._/-]{1,200}")
+_FOLDER = re.compile(r"~|/[A-Za-z0-9._/-]{1,200}")
 _MAX_EPOCH_S = 9_999_999_999
 
 
@@ -126,11 +126,11 @@ def bootstrap(
     """The text for Vast's `onstart` or RunPod's `args`, at most 4,000 characters.
 
     base_url None: the vendor's own. longest_s: how long the machine may run until the deadline, which bounds what a
-    wrong wall clock can do. keeps: the folder that survives a stop, `~/…` from the home, `~/../…` beside it. then: bash to go on with; on
+    wrong wall clock can do. keeps: the folder that survives a stop, `~` for the home. then: bash to go on with; on
     RunPod, where the text takes the place of the image's command, None means its start script or an SSH server.
     """
     wire = _WIRES[provider]
-    if not _INTENT.fullmatch(intent) or not _FOLDER.fullmatch(keeps) or ".." in keeps.split("/")[2:]:
+    if not _INTENT.fullmatch(intent) or not _FOLDER.fullmatch(keeps) or ".." in keeps.split("/"):
         raise UsageError(f"no fuse for intent {intent!r} in {keeps!r}", next_step="gpu doctor")
     folder = "${HOME:-/root}" + keeps[1:] if keeps.startswith("~") else keeps.rstrip("/")
     act = wire.stop if on_expiry == "stop" else wire.destroy

@@ -58,7 +58,8 @@ def compare(spec: MachineSpec, machine: Machine) -> Verdict:
         "disk_gb",
         machine.disk_gb,
         f"it has {machine.disk_gb:g} GB of disk, asked for were {spec.disk_gb} GB"
-        if machine.disk_gb is not None and machine.disk_gb < spec.disk_gb
+        # The work's disk is the network volume then, which was there before.
+        if machine.disk_gb is not None and spec.volume_id is None and machine.disk_gb < spec.disk_gb
         else None,
     )
     check(

@@ -47,6 +47,10 @@ class RunpodReader:
     def __init__(self, client: RunpodClient):
         self.client = client
 
+    @property
+    def base_url(self) -> str:
+        return self.client.http.origin
+
     def search(self, need: Requirements) -> Search:
         """One request, more with locations or a volume. A place that RunPod does not have is a UsageError."""
         if need.interruptible:

@@ -81,7 +81,8 @@ class RunpodWriter:
 def create_body(spec: MachineSpec) -> dict[str, Any]:
     """The request. What is not set is absent: unknown or null members are refused with 422.
 
-    `gpu.count` is always sent: without it every create fails as "no instances". So is the disk. `22/tcp` has to be
+    `gpu.count` is always sent: without it every create fails as "no instances". So is the disk: beside something that
+    survives a stop it is for what is installed, else the work itself has to fit on it. `22/tcp` has to be
     asked for, and the key travels as PUBLIC_KEY, so that the account's set of keys need not be touched.
     """
     env = dict(spec.env)
@@ -90,20 +91,21 @@ def create_body(spec: MachineSpec) -> dict[str, Any]:
     gpu: dict[str, Any] = {"id": spec.offer.offer_id, "count": spec.gpu_count}
     if spec.min_cuda is not None:
         gpu["minCudaVersion"] = f"{spec.min_cuda:.1f}"
+    is_kept = spec.persistent_gb is not None or spec.volume_id is not None
     body: dict[str, Any] = {
         "name": spec.label,
         "image": spec.image,
         "gpu": gpu,
         "cloud": CLOUD,
-        "disk": CONTAINER_DISK_GB,
+        "disk": CONTAINER_DISK_GB if is_kept else max(CONTAINER_DISK_GB, spec.disk_gb),
         "ports": ["22/tcp", *(f"{port}/http" for port in spec.ports if port != 22)],
     }
     if spec.volume_id is not None:
         if len(spec.data_centers) != 1:
             raise UsageError("a network volume is mounted in its own data centre: name that", next_step="gpu offers")
         body["mounts"] = {"network": [{"volumeId": spec.volume_id, "path": spec.workspace}]}
-    else:
-        body["mounts"] = {"persistent": {"size": volume_gb(spec.disk_gb), "path": spec.workspace}}
+    elif spec.persistent_gb is not None:
+        body["mounts"] = {"persistent": {"size": volume_gb(spec.persistent_gb), "path": spec.workspace}}
     if spec.data_centers:
         body["dataCenterIds"] = list(spec.data_centers)
     if env:
