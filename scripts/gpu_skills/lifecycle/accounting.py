@@ -19,6 +19,7 @@ from typing import Any
 
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.lifecycle import intents, lives, machines, runs, states
+from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.lives import Stretch
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -32,7 +33,11 @@ from gpu_skills.units import json_number, usd
 CHARGES_LAG = timedelta(minutes=15)
 # Storage of a machine that goes on standing still is booked in slices of at least this.
 STORAGE_SLICE = timedelta(hours=1)
+# After that nobody asks again whether the provider's sum is another one.
+CORRECTED_WITHIN = timedelta(days=28)
+CORRECTED = "charges_corrected"
 LONGEST_QUESTION = timedelta(days=30)  # charges are asked for a month at a time
+_ENDS_OF_JOBS = ("deadline_passed", "session_budget", "max_lifetime", "cancelled")
 _TRAFFIC = ("download", "upload")
 _EVEN = Decimal("0.000001")
 
@@ -55,15 +60,31 @@ def close(op: Operator, machine: Machine) -> list[dict[str, Any]]:
         intents.observe(op.project, op.clock, what, machine_id=machine.id, details={"at": timestamp(at)})
         seen = intents.observations(op.project, *lives.SEEN, machine_id=machine.id)
     if (ended := lives.ended_at(machine, known, seen, now=now)) is not None:
-        op.settle_jobs(machine.id, _why_gone(machine, ended), at=ended)
+        op.settle_jobs(machine.id, _why_gone(machine, ended, known.values()), at=ended)
     life = lives.life(machine, known, seen, now=now)
     path = op.ledger.charges
     op.project.require_writable()
     with files.lock(path):
-        booked = [line for line in _lines(op) if line.get("machine_id") == machine.id]
+        booked = lines_of(op, machine.id)
         fresh = _unbooked(machine, life, booked, op.ledger.last_lines_on(machine.id), now)
         _append(op, fresh)
     return fresh
+
+
+def life_of(op: Operator, machine: Machine) -> tuple[Stretch, ...]:
+    seen = intents.observations(op.project, *lives.SEEN, machine_id=machine.id)
+    return lives.life(machine, intents.read(op.project), seen, now=op.clock.now())
+
+
+def ended_at(op: Operator, machine: Machine) -> datetime | None:
+    """When a machine that is gone went, as far as anybody knows; its jobs ended then."""
+    seen = intents.observations(op.project, *lives.SEEN, machine_id=machine.id)
+    return lives.ended_at(machine, intents.read(op.project), seen, now=op.clock.now())
+
+
+def lines_of(op: Operator, machine_id: str) -> list[dict[str, Any]]:
+    """The charges of one machine, oldest first."""
+    return [line for line in _lines(op) if line.get("machine_id") == machine_id]
 
 
 def books_here(op: Operator, machine: Machine) -> bool:
@@ -165,8 +186,11 @@ def _line_id(machine: Machine, *parts: object) -> str:
     return "/".join([machine.id, *(str(part) for part in parts if part is not None)])
 
 
-def _why_gone(machine: Machine, ended: datetime) -> str:
-    """What its open jobs end with."""
+def _why_gone(machine: Machine, ended: datetime, known: Iterable[Intent]) -> str:
+    """What its open jobs end with: why it was sent away, or its deadline."""
+    orders = [i.reason or i.details.get("why") for i in known if i.machine_id == machine.id and i.action == "destroy"]
+    if orders and orders[-1] in _ENDS_OF_JOBS:
+        return str(orders[-1])
     deadline = lives.time_of(machine.deadline_at)
     # The machine ends its jobs some minutes before its deadline, to have their outputs whole by then.
     if deadline is not None and ended >= deadline - timedelta(minutes=5):
@@ -279,20 +303,21 @@ def compare(op: Operator, provider: str, since: datetime, until: datetime) -> li
     Asks from the beginning of the oldest of them: the sum of a life is compared, not the part that falls into it.
     """
     now = op.clock.now()
-    known, spans = intents.read(op.project), {}
+    spans = {}
     for machine in machines.all_machines(op.project):
         if machine.provider != provider or machine.instance_id is None:
             continue
-        seen = intents.observations(op.project, *lives.SEEN, machine_id=machine.id)
-        life = lives.life(machine, known, seen, now=now)
+        life = life_of(op, machine)
         if life and life[0].started_at <= until and (life[-1].ended_at or now) >= since:
             spans[machine.id] = (machine, life[0].started_at, life[-1].ended_at)
     first = min([since, *(start for _, start, _ in spans.values())])
     charges = charges_between(op, provider, first, until)
     rows: list[Row] = []
+    newest = {machine.instance_id: machine.id for machine, _, _ in spans.values()}
     for machine, _, ended in spans.values():
         is_complete = ended is not None and now - ended >= CHARGES_LAG
-        rows += rows_of(op, machine, charges, is_complete=is_complete)
+        if newest[machine.instance_id] == machine.id:
+            rows += rows_of(op, machine, charges, is_complete=is_complete)
     ours = {machine.instance_id for machine, _, _ in spans.values()}
     return rows + _of_others(provider, [c for c in charges if c.instance_id not in ours])
 
@@ -309,12 +334,15 @@ def charges_between(op: Operator, provider: str, since: datetime, until: datetim
 
 
 def rows_of(op: Operator, machine: Machine, charges: Iterable[Charge], *, is_complete: bool) -> list[Row]:
-    """The rows of one machine; one for traffic only where there was some."""
+    """The rows of one machine, with all records of its instance; one for traffic only where there was some."""
     theirs: dict[str, Decimal] = defaultdict(Decimal)
     for charge in charges:
         if charge.instance_id == machine.instance_id:
             theirs[charge.kind] += charge.amount_usd
-    ours = _booked(op, machine.id)
+    ours: dict[str, Decimal] = defaultdict(Decimal)
+    for record in _of_instance(op, machine):
+        for kind, amount in _booked(op, record.id).items():
+            ours[kind] += amount
     found = []
     for kind in ("time", "traffic"):
         mine = {k: v for k, v in ours.items() if (k == "bandwidth") == (kind == "traffic")}
@@ -333,17 +361,13 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
     nothing: its books stay as they are.
     """
     machine = machines.find(op.project, machine.id) or machine
-    if machine.status not in states.FINAL or machine.instance_id is None or not books_here(op, machine):
-        return []
-    now = op.clock.now()
-    known, seen = intents.read(op.project), intents.observations(op.project, *lives.SEEN, machine_id=machine.id)
-    life = lives.life(machine, known, seen, now=now)
-    if not life or life[-1].ended_at is None or now - _over_at(machine, life[-1].ended_at) < CHARGES_LAG:
+    if not is_due(op, machine):
         return []
     close(op, machine)
-    given = charges_between(op, machine.provider, life[0].started_at, now) if charges is None else list(charges)
+    given = charges_between(op, machine.provider, began(op, machine), op.clock.now()) if charges is None else [*charges]
     if not any(charge.instance_id == machine.instance_id for charge in given):
         return []
+    life = life_of(op, machine)
     with files.lock(op.ledger.charges):
         number = sum(1 for line in _lines(op) if line.get("machine_id") == machine.id)
         fresh = []
@@ -353,7 +377,39 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
         _append(op, fresh)
     if fresh:
         _settle_anew(op, machine)
+    intents.observe(op.project, op.clock, CORRECTED, machine_id=machine.id)
     return fresh
+
+
+def is_due(op: Operator, machine: Machine) -> bool:
+    """Whether its books can be held against the provider's: it is gone long enough, and that was not done yet."""
+    if machine.status not in states.FINAL or machine.instance_id is None or not books_here(op, machine):
+        return False
+    if _of_instance(op, machine)[-1].id != machine.id or intents.observations(
+        op.project, CORRECTED, machine_id=machine.id
+    ):
+        return False
+    life = life_of(op, machine)
+    if not life or life[-1].ended_at is None:
+        return False
+    # A lost machine may have gone on after its last sight.
+    over_at = max(life[-1].ended_at, lives.time_of(machine.destroyed_at) or life[-1].ended_at)
+    return CHARGES_LAG <= op.clock.now() - over_at <= CORRECTED_WITHIN
+
+
+def began(op: Operator, machine: Machine) -> datetime:
+    """When it, or an earlier record of the same instance, began to bill."""
+    starts = [life[0].started_at for record in _of_instance(op, machine) if (life := life_of(op, record))]
+    return min(starts, default=op.clock.now())
+
+
+def _of_instance(op: Operator, machine: Machine) -> list[Machine]:
+    """All records of one instance, in the order in which they were made: one that came back has another."""
+    return [
+        m
+        for m in machines.all_machines(op.project)
+        if m.provider == machine.provider and m.instance_id == machine.instance_id
+    ]
 
 
 def _correction(machine: Machine, life: tuple[Stretch, ...], row: Row, number: int) -> dict[str, Any]:
@@ -426,8 +482,3 @@ def _append(op: Operator, lines: list[dict[str, Any]]) -> None:
     ts = timestamp(op.clock.now())
     whole = [{key: value for key, value in {**line, "ts": ts}.items() if value is not None} for line in lines]
     journal.append_locked(op.ledger.charges, b"".join(files.dumps_line(line) for line in whole))
-
-
-def _over_at(machine: Machine, ended: datetime) -> datetime:
-    """When nothing more could be charged: a lost machine may have gone on after its last sight."""
-    return max(ended, lives.time_of(machine.destroyed_at) or ended)

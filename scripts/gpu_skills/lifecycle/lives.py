@@ -91,8 +91,9 @@ def _begun_at(machine: Machine, intents: Mapping[str, Intent]) -> datetime | Non
     create = next((i for i in intents.values() if _is_create_of(machine, i)), None)
     if machine.instance_id is None and (create is None or create.result != "done"):
         return None
-    begun = time_of(create.ts) if create is not None else None
-    return begun or time_of(machine.created_at) or time_of(machine.ready_at) or time_of(machine.last_seen_at)
+    asked = [time_of(create.ts if create is not None else None), time_of(machine.created_at)]
+    first = min((at for at in asked if at is not None), default=None)
+    return first or time_of(machine.ready_at) or time_of(machine.last_seen_at)
 
 
 def _is_create_of(machine: Machine, intent: Intent) -> bool:

@@ -218,6 +218,13 @@ def _kept_until(moment: datetime) -> str:
     return f"its disk is kept until {timestamp(moment)}, then it is destroyed: pull what is needed before"
 
 
+def proofs(
+    reader: RentedReader, clock: Clock, account: str, project_id: str, earlier: Iterable[Any]
+) -> Callable[[Instance, Label, datetime], bool]:
+    """What `decide` asks last, from receipts of earlier passes and from charges."""
+    return _Proofs(reader, clock, _remembered(earlier, reader.name, account, project_id)).holds
+
+
 @dataclass
 class _Proofs:
     """What shows that a deadline stopped a machine: an earlier pass that did it, or the charges of its GPU."""

@@ -1,0 +1,476 @@
+"""Journal, registry and provider are brought to say the same: half-done things are finished or found out.
+
+    run()   one list per provider, then in this order: creates nobody knows the end of, every machine on record, what
+            carries our label and is not on record, machines that are gone and not booked, runs that are not settled
+
+An answer that fails or cannot be read concludes nothing. Whatever stays open is in the report with its next command.
+Killed anywhere and run again it goes on; run once more it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+from gpu_skills.clock import parse_timestamp, timestamp
+from gpu_skills.errors import GpuError, StateBusy
+from gpu_skills.lifecycle import (
+    accounting,
+    adoption,
+    creation,
+    intents,
+    labels,
+    machines,
+    readback,
+    release,
+    runs,
+    states,
+)
+from gpu_skills.lifecycle.machines import Machine
+from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.lifecycle.runs import Attempt, Run
+from gpu_skills.providers.base import Charge, RentedReader
+from gpu_skills.providers.base import Machine as Instance
+
+# So long a create that was not answered is looked for.
+LOOKED_FOR = timedelta(hours=24)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """what: a word to branch on. is_uncertain: it may bill, or go on billing, and nothing here can change that now.
+
+    burn_usd_hr: what it costs as far as anybody can tell.
+    """
+
+    what: str
+    text: str
+    provider: str
+    machine_id: str | None = None
+    instance_id: str | None = None
+    next_step: str | None = None
+    is_uncertain: bool = False
+    burn_usd_hr: Decimal | None = None
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one provider showed. problem: why it could not be listed; then nothing was concluded about its machines."""
+
+    provider: str
+    ours: int = 0
+    foreign: int = 0
+    project_ids: dict[str, int] = field(default_factory=dict)
+    problem: GpuError | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    accounts: tuple[Account, ...]
+    findings: tuple[Finding, ...]
+    booked: int = 0
+
+    @property
+    def is_clear(self) -> bool:
+        """Nothing is uncertain, and every provider was listed."""
+        return not any(f.is_uncertain for f in self.findings) and all(a.problem is None for a in self.accounts)
+
+
+def run(op: Operator, providers: Sequence[str], *, adopt: bool = False, project_id: str | None = None) -> Report:
+    """Go through these providers. adopt: take what carries our label and is not on record back into it.
+
+    project_id: the project's lost id, seen in labels; it is taken back first.
+    """
+    listings: dict[str, Listing | GpuError] = {}
+    for provider in providers:
+        try:
+            listings[provider] = Listing(op.reader(provider))
+        except GpuError as exc:
+            listings[provider] = exc
+    if project_id is not None:
+        shown = [s for listing in listings.values() if isinstance(listing, Listing) for s in listing.machines()]
+        project = adoption.take_project_id(op.project, project_id, adoption.project_ids(shown))
+        op = replace(op, project=project)
+    accounts: list[Account] = []
+    findings: list[Finding] = []
+    booked = 0
+    for provider, listing in listings.items():
+        if isinstance(listing, GpuError):
+            accounts.append(Account(provider, problem=listing))
+            findings.append(_unlisted(op, provider, listing))
+            continue
+        here = _Pass(replace(op, reader=listing.instead_of(op)), provider, listing)
+        here.go(adopt=adopt)
+        findings += here.findings
+        booked += here.booked
+        accounts.append(here.account())
+    return Report(tuple(accounts), tuple(findings), booked)
+
+
+def _unlisted(op: Operator, provider: str, problem: GpuError) -> Finding:
+    alive = [m for m in machines.all_machines(op.project) if m.provider == provider and m.status not in states.FINAL]
+    burn = sum((m.rate_usd_hr for m in alive), Decimal(0)) or None
+    text = f"{provider} could not be listed ({problem.message}): nothing is concluded about {len(alive)} on record"
+    return Finding("not_listed", text, provider, next_step="gpu reconcile", is_uncertain=True, burn_usd_hr=burn)
+
+
+class Listing:
+    """A reader that lists an account once for the whole pass. Single instances and everything else are asked anew."""
+
+    def __init__(self, reader: RentedReader):
+        self._reader = reader
+        self._shown = reader.machines()
+        self._charges: dict[tuple[datetime, datetime], list[Charge]] = {}
+
+    def machines(self) -> list[Instance]:
+        return list(self._shown)
+
+    def charges(self, since: datetime, until: datetime) -> list[Charge]:
+        if (since, until) not in self._charges:
+            self._charges[since, until] = self._reader.charges(since, until)
+        return self._charges[since, until]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def instead_of(self, op: Operator) -> Any:
+        return lambda name: self if name == self._reader.name else op.reader(name)
+
+
+class _Pass:
+    """One provider, once."""
+
+    def __init__(self, op: Operator, provider: str, listing: Listing):
+        self.op, self.provider = op, provider
+        self.shown = listing.machines()
+        self.findings: list[Finding] = []
+        self.booked = 0
+        self.held: set[str] = set()  # machines of runs that another process works on
+
+    def go(self, *, adopt: bool) -> None:
+        if adopt:
+            self._take_back()
+        for run in [r for r in runs.own_runs(self.op) if r.provider == self.provider and self._is_ours(r)]:
+            self._finish_creates(run)
+        for machine in self._machines():
+            if machine.status in states.FINAL:
+                self._reappeared(machine)
+        for machine in self._machines():
+            if machine.status not in states.FINAL and machine.id not in self.held:
+                self._look_at(machine)
+        self._name_unrecorded()
+        self._close_books()
+        self._settle_runs()
+
+    def account(self) -> Account:
+        ours = sum(1 for seen in self.shown if labels.ours(seen.label, self.op.project.project_id))
+        ids = adoption.project_ids(self.shown)
+        ids.pop(self.op.project.project_id, None)
+        return Account(self.provider, ours, len(self.shown) - ours, ids)
+
+    # creates ----------------------------------------------------------------------------------------------------------
+
+    def _finish_creates(self, run: Run) -> None:
+        """What became of each attempt of a run; nothing of a run that some process works on."""
+        try:
+            with runs.working_on(self.op, run.approval_id):
+                run = runs.load(self.op, run.approval_id) or run
+                for attempt in run.attempts:
+                    self._finish_create(run, attempt)
+        except StateBusy:
+            ids = {attempt.machine_id for attempt in run.attempts}
+            self.held |= ids | {m.id for m in self._machines() if m.intent in {a.intent for a in run.attempts}}
+            self._say(
+                "worked_on", f"approval {run.approval_id}: another gpu command works on it", next_step="gpu status"
+            )
+
+    def _finish_create(self, run: Run, attempt: Attempt) -> None:
+        found = self._with_intent(attempt.intent)
+        on_record = {m.instance_id: m for m in self._machines() if m.intent == attempt.intent and m.instance_id}
+        fresh = [seen for seen in found if seen.instance_id not in on_record]
+        intent = intents.read(self.op.project).get(attempt.intent)
+        is_open = attempt.result in (None, "unknown") and not attempt.is_over
+        if fresh and is_open and not on_record:
+            self._late(run, attempt, fresh)
+        elif fresh and attempt.result == "done" and not on_record:
+            self._missing_record(run, attempt, fresh)
+        elif fresh:  # the record has its machine, or the create was said to be refused: these are one too many
+            for seen in fresh:
+                twin = creation.destroy_twin(self.op, run, attempt, seen)
+                self._say("twin", "a second machine of one create: it is destroyed", machine=twin, is_uncertain=True)
+        elif is_open and on_record:
+            self._catch_up(run, attempt, next(iter(on_record.values())))
+        elif is_open and intent is not None and intent.result == "done" and intent.instance_id:
+            creation.record_created(self.op, run, attempt, intent.instance_id)
+        elif is_open and intent is not None and intent.result == "refused":
+            creation.note(self.op, run, attempt, result="refused", reason=intent.reason, is_over=True)
+        elif is_open:
+            self._not_found(run, attempt, was_sent=intent is not None)
+        elif attempt.result == "failed" and not attempt.is_over:
+            for machine in on_record.values():
+                self._end(machine, "it failed, and the command that destroyed it died")
+
+    def _late(self, run: Run, attempt: Attempt, found: list[Instance]) -> None:
+        """A create whose end nobody knew, and there it is."""
+        reason = creation.unwanted(self.op, run, attempt, found[0], self._plan(run.plan_sha256))
+        machine = creation.settle_on_one(self.op, run, attempt, found)
+        if reason is None:
+            text = f"{machine.id} was made after all and is on record; its plan still holds"
+            self._say("adopted", text, machine=machine, next_step="gpu setup")
+        else:
+            self._end(machine, reason)
+
+    def _missing_record(self, run: Run, attempt: Attempt, found: list[Instance]) -> None:
+        """Somebody took the machine's record away; its run still knows it."""
+        machine = creation.settle_on_one(self.op, run, attempt, found)
+        self._say("record_lost", "its record was missing and is there again", machine=machine, next_step="gpu status")
+
+    def _catch_up(self, run: Run, attempt: Attempt, machine: Machine) -> None:
+        """Journal and registry know the machine, the run's file does not: a command died between the two."""
+        creation.record_created(self.op, run, attempt, str(machine.instance_id))
+
+    def _not_found(self, run: Run, attempt: Attempt, *, was_sent: bool) -> None:
+        age = self.op.clock.now() - parse_timestamp(attempt.began_at)
+        if was_sent and age < LOOKED_FOR:
+            if machines.find(self.op.project, attempt.machine_id) is not None:
+                readback.set_status(self.op, attempt.machine_id, "unknown")
+            text = f"nobody knows whether the create of {attempt.label} made a machine; {self.provider} shows none"
+            self._say(
+                "create_unknown",
+                text + f"; it is looked for until {timestamp(parse_timestamp(attempt.began_at) + LOOKED_FOR)}",
+                machine_id=attempt.machine_id,
+                next_step=f"gpu reconcile --provider {self.provider}",
+                is_uncertain=True,
+                burn_usd_hr=Decimal(str(attempt.rate_usd_hr)),
+            )
+            return
+        creation.refused(self.op, run, attempt, _NeverSeen() if was_sent else _NeverSent())
+        self._say("never_seen" if was_sent else "never_sent", f"the create of {attempt.label} made no machine")
+
+    def _with_intent(self, intent: str) -> list[Instance]:
+        """All that carry it, the oldest first."""
+        found = []
+        for seen in self.shown:
+            label = labels.ours(seen.label, self.op.project.project_id)
+            if label is not None and label.intent == intent:
+                found.append(seen)
+        now = self.op.clock.now()
+        return sorted(found, key=lambda seen: (seen.created_at is None, seen.created_at or now, seen.instance_id))
+
+    # machines on record -----------------------------------------------------------------------------------------------
+
+    def _look_at(self, machine: Machine) -> None:
+        try:
+            if machine.instance_id is None:
+                self._look_for(machine)
+                return
+            seen = next((s for s in self.shown if s.instance_id == machine.instance_id), None)
+            if seen is None:
+                self._absent(machine)
+                return
+            for note in readback.compare(self.op, machine, seen):
+                self._say(
+                    note.what, note.text, machine=machine, next_step=note.next_step, is_uncertain=note.is_uncertain
+                )
+                if note.is_not_ours:
+                    return
+            self._expire(readback.follow(self.op, machine, seen), seen)
+        except GpuError as exc:  # one machine that cannot be changed keeps no other from being looked at
+            self._say("failed", exc.message, machine=machine, next_step=exc.next_step, is_uncertain=True)
+
+    def _reappeared(self, machine: Machine) -> None:
+        """What was believed gone and is there has a new record; what was sent away is sent away again."""
+        seen = next((s for s in self.shown if s.instance_id == machine.instance_id is not None), None)
+        alive = [m for m in self._machines() if m.instance_id == machine.instance_id and m.status not in states.FINAL]
+        if seen is None or alive or labels.ours(seen.label, self.op.project.project_id) is None:
+            return
+        again = readback.reappeared(self.op, machine, seen)
+        self._say(
+            "reappeared",
+            f"{machine.id} was {machine.status} and {seen.instance_id} is there again, as {again.id}",
+            machine=again,
+            next_step=f"gpu reconcile --provider {self.provider}",
+            is_uncertain=True,
+        )
+        if machine.status == "destroyed":
+            self._end(again, f"{machine.id} was destroyed and came back")
+
+    def _look_for(self, machine: Machine) -> None:
+        """A record without an instance and without a run that made it."""
+        known = {a.intent for run in runs.all_runs(self.op) for a in run.attempts}
+        if machine.intent in known:
+            return  # its run was looked at, or belongs to another state directory
+        found = self._with_intent(machine.intent or "")
+        if found:
+            machines.update(
+                self.op.project, machine.id, lambda m: replace(m, host=found[0].instance_id, status="unknown")
+            )
+            return
+        made = machine.created_at and parse_timestamp(machine.created_at)
+        if made and self.op.clock.now() - made < LOOKED_FOR:
+            step = f"gpu reconcile --provider {self.provider}"
+            text = "nobody knows whether it was made"
+            self._say("create_unknown", text, machine=machine, next_step=step, is_uncertain=True)
+            return
+        readback.set_status(self.op, machine.id, "lost")
+        self._say("never_seen", "it was never seen", machine=machine)
+
+    def _absent(self, machine: Machine) -> None:
+        status = release.confirm(self.op, machine)
+        if status == "destroyed":
+            self._say("destroyed", "it is gone", machine=machine)
+        elif status == "lost":
+            self._say("lost", "it vanished without anybody's order; booked to its last sight", machine=machine)
+        else:
+            text = f"{self.provider} does not show it; it takes several looks over a minute or more to believe that"
+            step = f"gpu reconcile --provider {self.provider}"
+            self._say("absent", text, machine=machine, next_step=step, is_uncertain=True)
+
+    def _expire(self, machine: Machine, seen: Instance) -> None:
+        """What its state asks for, and its deadline."""
+        if machine.status == "terminating":
+            status = release.confirm(self.op, machine)
+            if status not in states.FINAL:
+                step = f"gpu reconcile --provider {self.provider}"
+                text = "it was told to go and is still there"
+                self._say("terminating", text, machine=machine, next_step=step, is_uncertain=True)
+            return
+        due = readback.due(self.op, machine, seen)
+        if due.action == "destroy":
+            self._end(machine, due.why)
+        elif due.action == "stop":
+            machine = release.stop(self.op, machine, why="deadline_passed", despite_jobs=True)
+            self._say("deadline_passed", "its deadline has passed: it was stopped", machine=machine)
+        elif due.action == "keep":
+            self._keep(machine, due.why)
+        elif machine.status in ("unknown", "stopping"):
+            step = f"gpu reconcile --provider {self.provider}"
+            text = f"{self.provider} says {seen.said or seen.status}"
+            self._say(machine.status, text, machine=machine, next_step=step, is_uncertain=True)
+        if machine.status == "stopped":
+            self.booked += len(accounting.close(self.op, machine))
+
+    def _keep(self, machine: Machine, why: str) -> None:
+        jobs = self.op.unverified(machine.id)
+        step = f"gpu job pull {jobs[0]}" if jobs else f"gpu machine destroy {machine.id}"
+        burn = machine.storage_usd_hr
+        self.op.notify("idle_stop", machine.id, uncollected=", ".join(jobs[:20]), burn_usd_hr=burn, steps=step)
+        text = f"stopped, past its deadline, with outputs that are nowhere else ({', '.join(jobs[:5])}): {why}"
+        self._say("kept", text, machine=machine, next_step=step)
+
+    def _end(self, machine: Machine, why: str) -> None:
+        state = release.destroy(self.op, machine, why=why, wait_s=0)
+        step = None if state == "destroyed" else f"gpu reconcile --provider {self.provider}"
+        self._say("ended", f"{why}: destroyed", machine=machine, next_step=step, is_uncertain=step is not None)
+
+    # what is not on record --------------------------------------------------------------------------------------------
+
+    def _take_back(self) -> None:
+        for one in adoption.unrecorded(self.op, self.provider, self.shown):
+            if one.elsewhere is None:
+                machine = adoption.take(self.op, one)
+                self._say("adopted", "taken back from its label", machine=machine, next_step="gpu status")
+        for run in adoption.orphaned(self.op):
+            if run.provider == self.provider:
+                adoption.take_run(self.op, run)
+
+    def _name_unrecorded(self) -> None:
+        for one in adoption.unrecorded(self.op, self.provider, self.shown):
+            burn, id = one.seen.burn_usd_hr, one.seen.instance_id
+            if one.elsewhere is not None:
+                place = one.elsewhere.rpartition(":")[0]
+                text = f"{id} is ours and on record in {place}"
+                self._say("elsewhere", text, instance_id=id, burn_usd_hr=burn)
+            else:
+                self._say(
+                    "unrecorded",
+                    f"{id} carries our label and is not on record",
+                    instance_id=id,
+                    next_step=f"gpu reconcile --provider {self.provider} --adopt",
+                    is_uncertain=True,
+                    burn_usd_hr=burn,
+                )
+
+    # the books --------------------------------------------------------------------------------------------------------
+
+    def _close_books(self) -> None:
+        """Of machines that are gone: their time, and later what the provider says it was."""
+        due = []
+        for machine in self._machines():
+            if machine.id in self.held or machine.status not in states.FINAL or machine.instance_id is None:
+                continue
+            before = len(accounting.lines_of(self.op, machine.id))
+            release.finish_books(self.op, machine)
+            accounting.close(self.op, machine)
+            self.booked += len(accounting.lines_of(self.op, machine.id)) - before
+            if accounting.is_due(self.op, machine):
+                due.append(machine)
+        if due:
+            self._correct(due)
+
+    def _correct(self, due: list[Machine]) -> None:
+        since = min(accounting.began(self.op, machine) for machine in due)
+        try:
+            charges = accounting.charges_between(self.op, self.provider, since, self.op.clock.now())
+        except GpuError as exc:  # a key may not be allowed to read them: the books stay estimates
+            self._say("charges_unread", f"the charges of {self.provider} cannot be read: {exc.message}")
+            return
+        for machine in due:
+            for line in accounting.correct(self.op, machine, charges):
+                self.booked += 1
+                self._say("corrected", f"{line['kind']} {line['cost_usd']:+.6f} USD: {line['note']}", machine=machine)
+
+    def _settle_runs(self) -> None:
+        for run in runs.own_runs(self.op):
+            if run.provider != self.provider or run.is_settled or not self._is_ours(run):
+                continue
+            try:
+                with runs.working_on(self.op, run.approval_id):
+                    if accounting.settle_run(self.op, run):
+                        self._say("settled", f"the reservation of approval {run.approval_id} is free again")
+            except StateBusy:
+                continue
+
+    # helpers ----------------------------------------------------------------------------------------------------------
+
+    def _machines(self) -> list[Machine]:
+        return [m for m in machines.all_machines(self.op.project) if m.provider == self.provider and m.is_rented]
+
+    def _is_ours(self, run: Run) -> bool:
+        return run.project_id == self.op.project.project_id
+
+    def _plan(self, sha256: str) -> Any:
+        return readback.plan_of(self.op, sha256)
+
+    def _say(
+        self, what: str, text: str, *, machine: Machine | None = None, machine_id: str | None = None, **more: Any
+    ) -> None:
+        if machine is not None:
+            machine_id = machine.id
+            more.setdefault("instance_id", machine.instance_id)
+            stopped = machine.status == "stopped"
+            if machine.status not in states.FINAL:
+                more.setdefault("burn_usd_hr", machine.storage_usd_hr if stopped else machine.rate_usd_hr)
+        self.findings.append(Finding(what, text, self.provider, machine_id, **more))
+
+
+class _NeverSent(GpuError):
+    code = "never_sent"
+    template = "it was written down and never sent"
+
+
+class _NeverSeen(GpuError):
+    code = "never_seen"
+    template = "it was not answered, and no machine of it was seen for 24 h"
+
+
+def lines(findings: Iterable[Finding]) -> list[str]:
+    """As a person reads them."""
+    return [
+        f"{f.provider} {f.machine_id or f.instance_id or ''}: {f.text}".replace(" :", ":")
+        + (f"; next: {f.next_step}" if f.next_step else "")
+        for f in findings
+    ]
