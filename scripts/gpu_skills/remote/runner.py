@@ -41,6 +41,10 @@ LOG_CAP = 36 << 20
 TERM_GRACE_S = 10.0
 UNKILLABLE_S = 60.0  # a process in the driver's hands may never end; the exit record does not wait for ever
 RESERVE_BYTES = 1 << 20
+# Of the Hugging Face hub's client: how it names what is not complete, and what keeps it from its Xet transfer.
+UNFINISHED = ".incomplete"
+PLAIN_HTTP = "HF_HUB_DISABLE_XET"
+DOWNLOAD_STALL_S = 60.0
 STARTING_S = 30.0
 MARKER = "GPU_JOB_NONCE"
 ENDED = ("succeeded", "failed", "timeout", "cancelled", "lost")
@@ -1292,6 +1296,7 @@ def check_start(args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], l
             "stall_s": seconds(progress["stall_s"], "stall_s") if progress.get("stall_s") else None,
             "on_stall": "cancel" if progress.get("on_stall") == "cancel" else "event",
         },
+        "download_stall_s": seconds(spec.get("download_stall_s") or DOWNLOAD_STALL_S, "download_stall_s"),
     }
     for name, value in env.items():
         text(name, ENV_NAME, "a name in env")
@@ -2377,6 +2382,7 @@ class Supervisor:
         self.progress = Progress(self.spec["progress"]["unit"])
         self.log = LogWriter(job, self.spec["log_cap_bytes"])
         self.tree = JobTree(self.spec["nonce"], {}, os.getpid())
+        self.downloads = Downloads(self.tree, self.spec.get("download_stall_s") or DOWNLOAD_STALL_S)
         self.ended: dict[int, int] = {}
         self.terminated = False
         self.next_look = self.next_slow_look = self.stalled_told_at = 0.0
@@ -2425,7 +2431,7 @@ class Supervisor:
                 if self.spec[phase] is None:
                     continue
                 self.enter(phase)
-                code = self.execute(self.spec[phase])
+                code = self.set_up() if phase == "setup" else self.execute(self.spec[phase])
                 if code != 0:
                     return ending(
                         "failed", code, "setup_failed" if phase == "setup" else "exit_code", self.describe(phase, code)
@@ -2435,6 +2441,19 @@ class Supervisor:
             return stop.end
         except Exception as exc:
             return ending("failed", 1, "runner_error", f"{type(exc).__name__}: {exc}")
+
+    def set_up(self) -> int:
+        """The setup command; once more, over plain HTTP, when a download of it stands still. By contract it may run
+        twice, and the hub's client goes on from the bytes it has.
+        """
+        try:
+            return self.execute(self.spec["setup"])
+        except DownloadStalled:
+            self.end_processes(Ending(self.tree))
+            self.env[PLAIN_HTTP] = "1"
+            append_event(self.job.file("events.jsonl"), "download_restarted", with_env=PLAIN_HTTP)
+            self.take(b"gpu: a download stood still; setup starts again over plain HTTP\n")
+            return self.execute(self.spec["setup"])
 
     @staticmethod
     def describe(phase: str, code: int) -> str:
@@ -2564,9 +2583,8 @@ class Supervisor:
         except ChildProcessError:
             pass
 
-    def end_tree(self) -> None:
-        os.close(self.pipe_end)
-        ending_tree = Ending(self.tree)
+    def end_processes(self, ending_tree: Ending) -> None:
+        """TERM, then KILL, taking what they still print."""
         next_step = 0.0
         while True:
             if time.monotonic() >= next_step:
@@ -2576,6 +2594,11 @@ class Supervisor:
             self.pump(0.05)
             self.reap()
         self.reap()
+
+    def end_tree(self) -> None:
+        os.close(self.pipe_end)
+        ending_tree = Ending(self.tree)
+        self.end_processes(ending_tree)
         while self.pump(0):  # what was printed last; whoever still holds the pipe is not ours
             pass
         self.take(self.masker.flush())
@@ -2615,6 +2638,7 @@ class Supervisor:
             self.tree.members()  # remembers them while they can still be seen
         if self.state["phase"] == "run":
             self.look_for_stall()
+        self.look_at_downloads()
         self.state["progress"] = self.progress.record()
         if self.state["progress"] is not None and self.state["progress"]["updated_at"] != self.saved:
             self.saved = self.state["progress"]["updated_at"]
@@ -2635,6 +2659,62 @@ class Supervisor:
         append_event(self.job.file("events.jsonl"), "no_progress", **shown)
         if self.spec["progress"]["on_stall"] == "cancel":
             raise Stop("cancelled", 130, "no_progress", f"no new {unit} for {limit_s:g} s")
+
+    def look_at_downloads(self) -> None:
+        stalled = self.downloads.look()
+        if stalled is None:
+            return
+        append_event(self.job.file("events.jsonl"), "download_stalled", **stalled)
+        if self.state["phase"] == "setup" and self.env.get(PLAIN_HTTP) != "1":
+            raise DownloadStalled
+
+
+class DownloadStalled(Exception):
+    """A download of the setup command stands still."""
+
+
+class Downloads:
+    """Notices a download from the Hugging Face hub that stands still: files of the hub's cache that processes of the
+    job hold open unfinished, and that together have not grown for `stall_s`. What lies there from an earlier time is
+    held open by nobody.
+    """
+
+    def __init__(self, tree: JobTree, stall_s: float):
+        self.tree, self.stall_s = tree, stall_s
+        self.pause_s = min(5.0, stall_s / 4)
+        self.next_look = self.grown_at = 0.0
+        self.seen: dict[str, tuple[int, int]] = {}
+        self.told = False
+
+    def look(self) -> dict[str, Any] | None:
+        """What to say of a download that has just been found to stand still; once until something grows again."""
+        now = time.monotonic()
+        if not HAS_PROC or now < self.next_look:
+            return None
+        self.next_look = now + self.pause_s
+        found = self._unfinished()
+        if found != self.seen or not found:
+            self.seen, self.grown_at, self.told = found, now, False
+        if self.told or now - self.grown_at < self.stall_s:
+            return None
+        self.told = True
+        count, size = len(found), sum(size for size, _ in found.values())
+        return {"files": count, "bytes": size, "stalled_s": round(now - self.grown_at, 1)}
+
+    def _unfinished(self) -> dict[str, tuple[int, int]]:
+        """Size and blocks of each: a transfer that writes here and there fills blocks without growing the size."""
+        found: dict[str, tuple[int, int]] = {}
+        for process in self.tree.members():
+            folder = f"/proc/{process.pid}/fd"
+            try:
+                for name in os.listdir(folder):
+                    path = os.readlink(folder + "/" + name)
+                    if path.endswith(UNFINISHED):
+                        status = os.stat(folder + "/" + name)
+                        found[path] = (status.st_size, status.st_blocks)
+            except OSError:
+                continue  # it ended, or is not ours to look at
+        return found
 
 
 def prefer_as_victim() -> None:
