@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 64 << 10
 @command(
     "approve",
     reads_only=True,  # --show is; the others ask for the mode themselves
-    example='gpu approve 3f2a9c81d004 --statement "yes, rent it, at most 4 dollars"',
+    example='gpu approve 3f2a9c81d004 --statement "rent it for 4 dollars at most"',
     exits="0 approved, or shown · 2 usage, no such plan · 3 refused · 4 a person has to agree, or the yes is void",
 )
 @click.argument("plan", required=False)

@@ -385,9 +385,14 @@ def argument(ask: Ask) -> str:
 
 
 def _plan_again(ask: Ask) -> str:
-    if ask.action == "destroy":
-        return f"gpu approve {argument(ask)} --show"
-    return "gpu plan --freeze" if ask.action == "rent" else f"gpu machine {ask.action} {_machine(ask)}"
+    machine = _machine(ask)
+    steps = {
+        "rent": "gpu plan --freeze",
+        "destroy": f"gpu approve {argument(ask)} --show",
+        "extend": f"gpu machine extend {machine}",
+        "start": f"gpu machine start {machine}",
+    }
+    return steps.get(ask.action, "gpu status")
 
 
 def _machine(ask: Ask) -> str:
