@@ -146,6 +146,8 @@ class _Connection(socketserver.StreamRequestHandler):
         self.wfile.write(self._head(reply, length, is_last=is_last))
         if has_body:
             self.wfile.write(body)
+            if stream is not None:
+                self.wfile.flush()  # a stream says at once that it has begun, however long its first piece takes
             for piece in stream or ():
                 self.wfile.write(piece)
                 self.wfile.flush()
