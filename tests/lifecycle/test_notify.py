@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from fake_clock import FakeClock
+from gpu_skills.clock import timestamp
 from gpu_skills.lifecycle import channels, intents, notify
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.notify import Notifier
@@ -477,6 +478,30 @@ def test_a_session_and_a_job_are_due_by_their_own_ids() -> None:
         ("ceiling_80", "session_usd m_1"), ("ceiling_80", "job_usd J-000001"),
     ]  # fmt: skip
     assert notify.due(now=START, policy=policy, spent=spent(session_usd="8", job_usd="4")) == []
+
+
+def test_what_is_due_is_told_from_the_records_and_only_where_somebody_listens(
+    rig: Callable[..., Any], inbox: Inbox
+) -> None:
+    r = rig("vast")
+    start = r.clock.now()
+    one = machine(created_at=timestamp(start), deadline_at=timestamp(start + timedelta(hours=1)))
+    r.clock.sleep(3000)
+    notify.tell_due(r.op, [one])
+    assert r.notices == [], "nobody is named"
+    path = r.project.path("policy.json")
+    policy = {**json.loads(path.read_text()), "ceilings": {"day_usd": 5}, "notify": [{"url": inbox.url}]}
+    path.write_text(json.dumps(policy))
+    line = {"kind": "idle", "machine_id": "m_1", "provider": "vast", "cost_usd": 4, "ts": timestamp(r.clock.now())}
+    r.project.path("charges.jsonl").write_text(json.dumps(line) + "\n")
+    notify.tell_due(r.op, [one])
+    day = r.clock.now().date().isoformat()
+    assert [(event, subject) for event, subject, _ in r.notices] == [
+        ("deadline_80", "m_1"), ("ceiling_80", f"day_usd {day}"),
+    ]  # fmt: skip
+    r.project.path("policy.json").write_text("{")
+    notify.tell_due(r.op, [one])
+    assert len(r.notices) == 2
 
 
 def test_every_event_has_a_next_step_that_is_a_command(desk: Desk) -> None:

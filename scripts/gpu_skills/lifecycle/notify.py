@@ -20,13 +20,14 @@ from gpu_skills.errors import GpuError, one_line
 from gpu_skills.lifecycle import channels, intents, states
 from gpu_skills.lifecycle.channels import Target, Told
 from gpu_skills.redaction import redact, secrets_of
-from gpu_skills.state import files
+from gpu_skills.state import budget, files
 from gpu_skills.state.policy import Policy, Spent, what_is_left
 from gpu_skills.state.project import SANDBOX_NAME, Project
 from gpu_skills.units import format_duration, format_usd
 
 if TYPE_CHECKING:
     from gpu_skills.lifecycle.machines import Machine
+    from gpu_skills.lifecycle.operator import Operator
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ EVENTS = {
     "job_done": _Words("{subject} is done", "success", "gpu job pull {subject}"),
     "job_failed": _Words("{subject} failed", "failure", "gpu job logs {subject} --tail 40"),
     "job_stalled": _Words("{subject} stands still", "warning", "gpu job logs {subject} --tail 40"),
+    "expected_exceeded": _Words("{subject} takes longer than expected", "warning", "gpu job logs {subject} --tail 40"),
     "deadline_80": _Words("{subject} has used 80 % of its time", "warning", "gpu machine extend {subject}"),
     "idle_stop": _Words("{subject} was stopped: it was idle", "info", "gpu status"),
     "destroy_unconfirmed": _Words("{subject} may still bill: nobody saw it end", "failure", "gpu reconcile"),
@@ -202,7 +204,7 @@ def message(event: str, subject: str, facts: Mapping[str, Any], *, secrets: Iter
     words = EVENTS.get(event, _UNKNOWN)
     name = one_line(subject, limit=120)
     title = "gpu: " + words.title.format(subject=name, event=event.replace("_", " "))
-    lines = [_line(key, value) for key, value in facts.items() if value is not None and key != "steps"]
+    lines = [_line(key, value) for key, value in facts.items() if value is not None and key not in ("steps", "intent")]
     steps = facts.get("steps") or (words.then and words.then.format(subject=name))
     for step in [steps] if isinstance(steps, str) else list(steps or ()):
         lines.append("next: " + one_line(str(step), limit=300))
@@ -253,6 +255,24 @@ def due(
                 facts["of_it_reserved_usd"] = reserved_usd
             found.append(Due("ceiling_80", f"{name} {period}", facts))
     return found
+
+
+def tell_due(op: Operator, machines: Iterable[Machine], *, job: str | None = None) -> None:
+    """Tell what is due now: for whoever has looked at machines anyway. Raises nothing; free where nobody is told."""
+    try:
+        policy = op.policy()
+        if not policy.notify:
+            return
+        books = budget.books(op.project, op.ledger, op.clock, op.environ, job_id=job)
+        told = due(
+            now=op.clock.now(), machines=machines, policy=policy,
+            spent=books.spent, reserved_usd=books.reserved_usd, job=job,
+        )  # fmt: skip
+    except (GpuError, OSError) as exc:
+        op.say(f"what is due cannot be told: {one_line(str(exc), limit=200)}")
+        return
+    for one in told:
+        op.notify(one.event, one.subject, **one.facts)
 
 
 def _deadline_due(machine: Machine, now: datetime) -> Due | None:
