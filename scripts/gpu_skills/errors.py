@@ -583,6 +583,14 @@ class LedgerTorn(Uncertain):
     next_step = "gpu ledger verify"
 
 
+class MachinePending(Uncertain):
+    """An earlier command asked for it, stopped it or let it go, and it is not known how that ended."""
+
+    code, may_be_billing = "machine_pending", True
+    template = "machine {machine} is {status}"
+    next_step = "gpu reconcile"
+
+
 # exit codes of `gpu job run` that are not ours to choose
 EXIT_GPU_FAILED = 125  # every failure of gpu itself; the class is in the JSON and on the last stderr line
 EXIT_TIMEOUT = 124

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -233,6 +234,7 @@ class Context:
                 self.project, self.ledger, self.clock, machine, why, at=at
             ),
             say=say,
+            notify=self.notifier.send,
             account_home=self._account_home,
         )
 
@@ -303,14 +305,19 @@ class Context:
             machine, known_hosts=self.project.state / "known_hosts", environ=self.environ, may_write=self.may_write
         )
 
-    def ready_machine(self, *, progress: Callable[[str], None] = say) -> Link:
-        """A link to the project's machine with an open session; sets it up when none is ready."""
-        from gpu_skills.errors import Refused
+    def ready_machine(self, *, progress: Callable[[str], None] = say, yes: bool = False) -> Link:
+        """A link to the project's machine with an open session; sets it up when none is ready.
+
+        Where that bills it needs an approval: `yes` is one, else a person is asked, or ApprovalNeeded ends it.
+        """
         from gpu_skills.lifecycle import machines
 
         if self.config.provider in RENTED_PROVIDERS:
-            # Its offers have no address yet: without one a link would lead to this computer.
-            raise Refused(f"a machine of {self.config.provider} is not rented by this command", next_step="gpu offers")
+            from gpu_skills.cli.approve import agree
+            from gpu_skills.lifecycle import project_machine
+
+            op = dataclasses.replace(self.operator, say=progress)
+            return project_machine.ready(op, self.config, agree=lambda ask: agree(self, ask, yes=yes))
         return machines.set_up(
             self.project, self.config, self.offers(), connect=self.connect, clock=self.clock, say=progress
         )

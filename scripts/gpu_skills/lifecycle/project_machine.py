@@ -1,0 +1,142 @@
+"""The rented machine a project keeps for a while: the one that is there, a stopped one started again, or a new one.
+
+Each start of billing is one approval, asked for through `agree`. A machine that is there and answers needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal
+
+from gpu_skills.clock import parse_timestamp
+from gpu_skills.config import GpuConfig
+from gpu_skills.errors import CannotSatisfy, GpuError, MachinePending
+from gpu_skills.lifecycle import fuse, machines, plan, planning, provision, reconcile, runs, states
+from gpu_skills.lifecycle.approvals import Approval, Ask, ask_of_plan
+from gpu_skills.lifecycle.connect import Link
+from gpu_skills.lifecycle.machines import VRAM_TOLERANCE, Machine
+from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.lifecycle.plan import Plan
+from gpu_skills.providers.gpus import same_model
+from gpu_skills.state.project import Project
+
+Agree = Callable[[Ask], Approval]
+
+
+def ready(op: Operator, config: GpuConfig, *, agree: Agree) -> Link:
+    """A link to the project's machine with an open session.
+
+    Raises what `agree` raises without an approval, PlanRefused before one is asked for, MachinePending (exit 6) while
+    nobody knows what became of an earlier create, and the errors of renting.
+    """
+    provider = config.provider
+    machine = current(op.project, provider)
+    if machine is not None and machine.status != "ready" and machine.status != "busy":
+        reconcile.run(op, [provider])
+        machine = current(op.project, provider)
+    if machine is not None and machine.status in ("ready", "busy") and not _still_runs(op, machine):
+        reconcile.run(op, [provider])
+        machine = current(op.project, provider)
+    if machine is None:
+        return _rent(op, config, agree)
+    if machine.status in ("ready", "busy"):
+        return _link_to(op, config, machine)
+    if machine.status == "stopped":
+        return _start(op, config, machine, agree)
+    return _go_on(op, machine, agree)
+
+
+def current(project: Project, provider: str | None = None) -> Machine | None:
+    """The project's own machine at a provider that has not reached its end; of several the newest."""
+    found = [
+        machine
+        for machine in machines.all_machines(project)
+        if machine.is_rented
+        and machine.machine_class == "project"
+        and machine.status not in states.FINAL
+        and provider in (None, machine.provider)
+    ]
+    return max(found, key=lambda machine: machine.created_at or "", default=None)
+
+
+def _still_runs(op: Operator, machine: Machine) -> bool:
+    """A fuse may have stopped it since anybody looked."""
+    assert machine.instance_id is not None
+    seen = op.reader(machine.provider).machine(machine.instance_id)
+    return seen is not None and seen.status == "running"
+
+
+def _rent(op: Operator, config: GpuConfig, agree: Agree) -> Link:
+    wanted = planning.plan_project(op, config)
+    name = plan.freeze(op.project, wanted)
+    name, frozen = plan.load(op.project, name)
+    return provision.provision(op, name, frozen, agree(ask_of_plan(name, frozen))).link
+
+
+def _start(op: Operator, config: GpuConfig, machine: Machine, agree: Agree) -> Link:
+    from gpu_skills.lifecycle import changes
+
+    _require_fit(config, machine)
+    wanted = changes.start_plan(
+        op, machine, lasts_s=config.lifecycle.max_lifetime_s, session_usd=config.budget.session_usd
+    )
+    return provision.restart(op, machine, agree(wanted.ask())).link
+
+
+def _go_on(op: Operator, machine: Machine, agree: Agree) -> Link:
+    """One that an earlier command asked for and did not wait for."""
+    run = next((run for run in runs.own_runs(op) if any(a.machine_id == machine.id for a in run.attempts)), None)
+    if run is None or run.state != "open" or machine.status not in ("requested", "booting"):
+        raise MachinePending(machine=machine.id, status=machine.status)
+    name, frozen = plan.load(op.project, run.plan_sha256)
+    return provision.provision(op, name, frozen, agree(ask_of_plan(name, frozen))).link
+
+
+def _link_to(op: Operator, config: GpuConfig, machine: Machine) -> Link:
+    _require_fit(config, machine)
+    link = op.connect(machine)
+    try:
+        frozen = _plan_of(op, machine)
+        deadline_at = (
+            None if machine.deadline_at is None else fuse.session_deadline(parse_timestamp(machine.deadline_at))
+        )
+        machines.open_rented_session(
+            op.project,
+            link,
+            clock=op.clock,
+            deadline_at=deadline_at,
+            reason=(frozen.deadline_reason if frozen is not None else None) or "max_lifetime",
+            idle_timeout_s=config.lifecycle.idle_timeout_s if frozen is None else frozen.idle_timeout_s,
+        )
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _plan_of(op: Operator, machine: Machine) -> Plan | None:
+    try:
+        return plan.load(op.project, machine.plan or "")[1]
+    except GpuError:  # one that was taken back after the records were lost
+        return None
+
+
+def _require_fit(config: GpuConfig, machine: Machine) -> None:
+    """What gpu.yaml asks for now may be more than what was rented then."""
+    need = config.compute
+    fits = (
+        (machine.gpu_count or 0) >= need.gpu_count
+        and (need.min_vram_gb is None or (machine.vram_gb or 0) >= need.min_vram_gb * VRAM_TOLERANCE)
+        and (need.gpu is None or (machine.gpu is not None and same_model(need.gpu, machine.gpu)))
+        and Decimal(str(machine.disk_gb or need.disk_gb)) >= Decimal(str(need.disk_gb))
+    )
+    if not fits:
+        wanted = (
+            f"{need.gpu_count} × {need.gpu or 'GPU'} with {need.min_vram_gb or 0:g} GB, {need.disk_gb:g} GB of disk"
+        )
+        raise CannotSatisfy(
+            provider=machine.id,
+            found=f"{machines.describe_gpus(machine)}, {machine.disk_gb or 0:g} GB of disk",
+            wanted=wanted,
+            next_step="gpu destroy, then gpu setup: what is rented does not change its shape",
+        )
