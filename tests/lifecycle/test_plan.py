@@ -20,7 +20,8 @@ from gpu_skills.state import project as projects
 text = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
 money = st.decimals(0, 10_000, places=6, allow_nan=False)
 seconds = st.floats(1, 1e7, allow_nan=False)
-leaves = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | text
+numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+leaves = st.none() | st.booleans() | numbers | text
 objects = st.dictionaries(text, leaves | st.lists(leaves, max_size=3), max_size=4)
 
 

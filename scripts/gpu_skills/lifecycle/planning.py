@@ -182,6 +182,9 @@ def _planned(op: Operator, wish: _Wish, policy: Policy) -> Plan:
         )
         preflight.refuse(reasons)
     reader = op.reader(provider)
+    if wish.interruptible and not reader.traits.has_interruptible:
+        reasons.append(Reason("no_interruptible", f"{provider} has no interruptible machines", "plan without it"))
+        wish = replace(wish, interruptible=False)
     need = _need(wish, reader, policy, hours=limit_s / 3600)
     found = _classes(
         reader, need, candidates_of(config), is_written=bool(config.compute.gpu or config.compute.candidates)
@@ -189,20 +192,25 @@ def _planned(op: Operator, wish: _Wish, policy: Policy) -> Plan:
     known = memory.load(op.project)
     now = op.clock.now()
 
-    def looked(hours: float) -> list[Look]:
-        use = Use(min(hours, ((wish.expected_s or 3600) + (wish.hold_for_s or 0)) / 3600), wish.weights_gb)
+    def looked(hours: float | None) -> list[Look]:
+        use = Use(((wish.expected_s or 3600) + (wish.hold_for_s or 0)) / 3600, wish.weights_gb)
         at = replace(need, hours=hours)
         return [judge(seen, at, known, use=use, provider=provider, now=now) for seen in found]
 
-    looks = looked(limit_s / 3600)
-    money = _money(wish, looks, need, reader, left, limit_s)
-    if money is not None and money.deadline_s < limit_s:
-        # A shorter deadline lets in machines that cannot be had so long, which may cost something else.
-        looks = looked(money.deadline_s / 3600)
-        money = _money(wish, looks, need, reader, left, money.deadline_s, why=money.why)
+    deadline_s, why = limit_s, None
+    if wish.may_shrink:
+        # How long money reaches decides which machines last long enough, so it is asked first.
+        first = _money(wish, looked(None), need, reader, left, limit_s)
+        if first is not None:
+            deadline_s, why = first.deadline_s, first.why
+    looks = looked(deadline_s / 3600)
+    money = _money(wish, looks, need, reader, left, deadline_s, why=why)
+    at_deadline = replace(need, hours=deadline_s / 3600)
     tried = [one for one in looks if _is_tried(one, wish)]
     if money is None:
-        reasons += preflight.nothing_to_try(looks, need, wish.needs, provider) if not tried else [_no_price(wish)]
+        reasons += (
+            preflight.nothing_to_try(looks, at_deadline, wish.needs, provider) if not tried else [_no_price(wish)]
+        )
     violations = policies.check(
         policy,
         cost_usd=0 if money is None else money.worst_usd,

@@ -114,6 +114,7 @@ def class_reasons(look: Look, need: Requirements, needs: Needs, provider: str) -
             step = "gpu offers shows until when"
         else:
             text = f"no offer of {look.gpu} at {provider}: {look.words}"
+            step = "lower compute.disk_gb" + _AGAIN if name == "disk_gb" else "gpu offers"
         reasons.append(Reason(code, text, step))
     if not reasons and not look.estimates:
         reasons.append(Reason("no_offers", f"{provider} has no {look.gpu} now", "gpu offers"))
