@@ -84,6 +84,8 @@ def test_the_words_are_kept_whatever_stands_in_them(op, ask):
     words = 'ja \u2028 "\\\x1b[31m\U0001f642'
     approvals.give(op, ask, statement=words, source="terminal")
     assert approvals.find(op, ask).statement == words
+    bytes_that_are_no_text = approvals.give(op, an_ask(op), statement="yes \udcff", source="approve")
+    assert bytes_that_are_no_text.statement == r"yes \udcff"
 
 
 def test_two_plans_that_say_the_same_need_two_approvals(op, ask):
@@ -132,15 +134,22 @@ def test_an_expired_plan_cannot_be_approved_any_more(op, ask):
 
 
 def test_the_approval_of_a_wait_plan_lives_to_the_end_of_its_attempts_and_the_person_is_told(op):
-    ask = an_ask(op, capacity={"mode": "wait", "attempts": 180, "interval_s": 60})
-    until = op.clock.now().replace(microsecond=0) + timedelta(minutes=30 + 180)
+    until = op.clock.now().replace(microsecond=0) + timedelta(hours=3)
+    waits = {"mode": "wait", "attempts": 180, "interval_s": 60}
+    ask = an_ask(op, capacity=waits, expires_at=timestamp(until))
     assert give(op, ask).expires_at == until
-    assert f"until {timestamp(until)} at the latest" in ask.text
-    op.clock.sleep(3 * 3600)
+    assert any("180 looks" in line and timestamp(until) in line for line in ask.lines)
+    op.clock.sleep(3 * 3600 - 2)
     assert approvals.find(op, ask)
-    op.clock.sleep(1801)
+    op.clock.sleep(2)
     with pytest.raises(ApprovalExpired):
         approvals.find(op, ask)
+
+
+def test_a_wait_that_is_shorter_than_an_hour_shortens_no_approval(op):
+    ask = an_ask(op, capacity={"mode": "wait", "attempts": 20, "interval_s": 60})
+    given = give(op, ask)
+    assert given.expires_at - given.issued_at == timedelta(hours=1)
 
 
 def rewritten(op, ask, **changes):
@@ -194,6 +203,14 @@ def test_what_was_begun_and_never_won_begins_nothing_after_the_approval_expired(
     assert caught.value.next_step == "gpu reconcile"
 
 
+def test_a_second_approval_of_a_plan_in_use_is_worth_nothing(op, ask):
+    first, second = give(op, ask), give(op, ask)
+    runs.create(op, a_run(op, first))
+    assert approvals.find(op, ask, approval_id=first.id).is_begun
+    with pytest.raises(ApprovalUsed, match=first.id):
+        approvals.find(op, ask, approval_id=second.id)
+
+
 @pytest.mark.parametrize("state", ["exhausted", "closed"])
 def test_a_plan_is_used_once_however_often_somebody_says_yes_to_it(op, ask, state):
     given = give(op, ask)
@@ -245,6 +262,11 @@ def test_lines_that_are_no_approval_are_passed_over_and_told(op, ask):
     with pytest.raises(ApprovalNeeded) as caught:
         approvals.find(op, ask)
     assert [line.split(":")[1] for line in caught.value.details["passed_over"]] == ["2", "3", "4", "5", "6"]
+    for hostile in ({"max_cost_usd": int("9" * 4000)}, {"nonce": "\ud800"}, {"subject": [1]}, {"action": None}):
+        write_lines(op, {**good, **hostile})
+        with pytest.raises(ApprovalNeeded) as caught:
+            approvals.find(op, ask)
+        assert len(caught.value.details["passed_over"]) == 1
     write_lines(op, "no json", good, '{"torn":')
     assert approvals.find(op, ask).id == good["id"]
 
@@ -278,7 +300,7 @@ def test_the_person_reads_gpu_rate_deadline_worst_case_what_reaches_the_machine_
         storage_usd_hr=Decimal("0.01"),
         secrets=("HF_TOKEN",),
         whose_machine="a stranger's computer in SE",
-        inputs={"tree": "0" * 64, "bytes": 3_100_000, "files": [{"path": "a"}, {"path": "b"}]},
+        inputs={"tree": "0" * 64, "count": 2, "bytes": 3_100_000, "files": [{"path": "a"}, {"path": "b"}]},
         job={"run": "python train.py", "setup": "pip install x"},
         warnings=("the image is large",),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
@@ -13,11 +14,12 @@ from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.lifecycle.runs import SIGNED_PREFIX
 from gpu_skills.state import files, journal, quick_check
 from gpu_skills.state.project import Project
-from gpu_skills.units import json_number, usd
+from gpu_skills.units import MAX_USD, json_number, usd
 
 APPROVALS = "approvals.jsonl"
 MAX_LOOKED_AT = 50  # approvals of one plan, the newest
 MAX_TOLD = 5  # lines that are none
+_NONCE = re.compile(r"[0-9a-f]{8,64}")
 MESSAGE_KEYS = ("action", "expires", "issued", "level", "max_cost_usd", "nonce", "plan", "project", "subject")
 
 
@@ -162,7 +164,10 @@ def problem(record: dict[str, Any]) -> str | None:
 
         for found in schemas.problems(record, "approvals"):
             return found.message
-    for name, kind in (("max_cost_usd", int | float), ("nonce", str), ("subject", dict), ("action", str)):
-        if not isinstance(record.get(name), kind):
-            return f"found no {name}, allowed is an approval as gpu approve writes it"
+    if not isinstance(record.get("max_cost_usd"), int | float) or record["max_cost_usd"] > MAX_USD:
+        return "found no cost, allowed is the worst case that was agreed to"
+    if not isinstance(record.get("nonce"), str) or not _NONCE.fullmatch(record["nonce"]):
+        return "found no nonce, allowed are 8 to 64 hexadecimal digits"
+    if not isinstance(record.get("subject"), dict) or not isinstance(record.get("action"), str):
+        return "found no action and subject, allowed is what the plan says"
     return None

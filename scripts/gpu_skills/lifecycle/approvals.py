@@ -22,7 +22,6 @@ from gpu_skills.errors import (
     ApprovalUsed,
     StateError,
     UsageError,
-    one_line,
 )
 from gpu_skills.lifecycle import approval_record, runs, signatures
 from gpu_skills.lifecycle.approval_record import APPROVALS, Approval
@@ -33,7 +32,7 @@ from gpu_skills.state.policy import Policy
 from gpu_skills.units import format_usd, json_number, usd
 
 __all__ = [
-    "Approval", "Ask", "Use", "argument", "ask_of_plan", "commands", "find", "finish", "give", "give_signed", "message",
+    "Approval", "Ask", "Use", "ask_of_plan", "commands", "find", "finish", "give", "give_signed", "message",
     "needed", "note_used", "use",
 ]  # fmt: skip
 
@@ -67,11 +66,11 @@ def give(op: Operator, ask: Ask, *, statement: str, source: str) -> Approval:
     _require_open(op, ask)
     if op.policy().approval_level != "statement":
         raise needed(op, ask, "words are not enough, the policy wants a signature")
-    words = statement.strip()
+    words = statement.strip().encode("utf-8", "backslashreplace").decode()
     if not words or len(words) > MAX_WORDS:
         raise UsageError(
             f"a statement has 1 to {MAX_WORDS} characters, this one {len(words)}",
-            next_step=f"gpu approve {argument(ask)} --statement TEXT",
+            next_step=f"gpu approve {ask.argument} --statement TEXT",
         )
     return _record(op, replace(_draft(op, ask, "statement"), statement=words, source=source))
 
@@ -107,18 +106,18 @@ def commands(op: Operator, ask: Ask) -> list[str]:
     policy = op.policy()
     if policy.approval_level == "statement":
         _require_open(op, ask)
-        return [f"gpu approve {argument(ask)} --statement TEXT"]
+        return [f"gpu approve {ask.argument} --statement TEXT"]
     file = f"approval-{ask.name}.txt"
     signing = signatures.signing_commands(message(op, ask), namespace=policy.approval_namespace, file=file)
-    return [*signing, f"gpu approve {argument(ask)} --signature {file}.sig"]
+    return [*signing, f"gpu approve {ask.argument} --signature {file}.sig"]
 
 
 def needed(op: Operator, ask: Ask, why: str = "a person has to agree") -> ApprovalNeeded:
     """The error that carries the text to show, and what to type. Raises as `commands` when it is too late for a yes."""
     policy = op.policy()
-    step = f"show it to the person who pays: gpu approve {argument(ask)} --show"
+    step = f"show it to the person who pays: gpu approve {ask.argument} --show"
     if policy.approval_level == "statement":
-        step = f"ask the person who pays, then: gpu approve {argument(ask)} --statement TEXT"
+        step = f"ask the person who pays, then: gpu approve {ask.argument} --statement TEXT"
     elif not policy.approval_signers:
         why += ", with a signature, and the policy names nobody who may sign"
     return ApprovalNeeded(
@@ -144,11 +143,12 @@ def find(op: Operator, ask: Ask, *, approval_id: str | None = None) -> Approval:
     approval of it holds. approval_id: that one only. ApprovalNeeded, -Expired, -Used, -Invalid.
     """
     _require_same_project(op, ask)
-    seen = _look(op, ask, approval_id=approval_id)
-    if seen.begun is not None:
-        return seen.begun
-    if seen.free and not seen.over:
-        return seen.free[0]
+    seen = _look(op, ask)
+    chosen = [found for found in (*seen.begun, *seen.free) if approval_id in (None, found.id)]
+    if chosen and (chosen[0].is_begun or not (seen.begun or seen.over)):
+        return chosen[0]
+    if seen.begun:
+        raise _used(ask, f"plan {ask.name} is used under approval {seen.begun[0].id}")
     error = next(iter([*seen.over, *seen.failures]), None)
     if error is None:
         error = needed(op, ask)
@@ -162,23 +162,21 @@ def find(op: Operator, ask: Ask, *, approval_id: str | None = None) -> Approval:
 
 @dataclass
 class _Seen:
-    """The approvals of one plan, each verified. failures: what is wrong with the others, newest first. over: those of
-    them that were used, so that the plan is."""
+    """The approvals of one plan, each verified, newest first. begun: in use by this state directory. failures: what is
+    wrong with the others. over: those of them that were used, and with them the plan."""
 
-    begun: Approval | None = None
+    begun: list[Approval] = field(default_factory=list)
     free: list[Approval] = field(default_factory=list)
     failures: list[ApprovalNeeded] = field(default_factory=list)
     over: list[ApprovalNeeded] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
 
 
-def _look(op: Operator, ask: Ask, *, approval_id: str | None = None) -> _Seen:
+def _look(op: Operator, ask: Ask) -> _Seen:
     lines = approval_record.read(op.project, ask.sha256)
     policy = op.policy()
     seen = _Seen(passed_over=lines.passed_over)
     for record in lines.records:
-        if approval_id is not None and record["id"] != approval_id:
-            continue
         standing = "free"
         try:
             approval = Approval.from_record(record)
@@ -197,8 +195,8 @@ def _look(op: Operator, ask: Ask, *, approval_id: str | None = None) -> _Seen:
             continue
         if standing == "free":
             seen.free.append(approval)
-        elif seen.begun is None:
-            seen.begun = replace(approval, is_begun=True)
+        else:
+            seen.begun.append(replace(approval, is_begun=True))
     return seen
 
 
@@ -300,7 +298,7 @@ def _require_fresh(op: Operator, ask: Ask, approval: Approval) -> None:
     if now >= approval.expires_at:
         raise ApprovalExpired(
             reason=f"approval {approval.id} expired {timestamp(approval.expires_at)}",
-            next_step=f"gpu approve {argument(ask)} --show",
+            next_step=f"gpu approve {ask.argument} --show",
             plan=ask.sha256,
         )
 
@@ -340,7 +338,7 @@ def _require_open(op: Operator, ask: Ask) -> None:
     if ask.expires_at is not None and op.clock.now() >= ask.expires_at:
         raise ApprovalExpired(
             reason=f"plan {ask.name} expired {timestamp(ask.expires_at)}: prices have to be read again",
-            next_step=_plan_again(ask),
+            next_step=ask.plan_again,
             plan=ask.sha256,
         )
     for over in _look(op, ask).over:
@@ -367,7 +365,8 @@ def _draft(op: Operator, ask: Ask, level: str) -> Approval:
 
 
 def _end_of_life(ask: Ask, issued: datetime) -> datetime:
-    return (ask.approval_until or issued + LIFE).replace(microsecond=0)
+    hour = issued + LIFE
+    return max(hour, ask.approval_until or hour).replace(microsecond=0)
 
 
 def _record(op: Operator, approval: Approval) -> Approval:
@@ -379,29 +378,9 @@ def _record(op: Operator, approval: Approval) -> Approval:
 # words --------------------------------------------------------------------------------------------------------------
 
 
-def argument(ask: Ask) -> str:
-    """How `gpu approve` is told which: a machine's end is asked for by the machine."""
-    return f"--machine {_machine(ask)}" if ask.action == "destroy" else ask.name
-
-
-def _plan_again(ask: Ask) -> str:
-    machine = _machine(ask)
-    steps = {
-        "rent": "gpu plan --freeze",
-        "destroy": f"gpu approve {argument(ask)} --show",
-        "extend": f"gpu machine extend {machine}",
-        "start": f"gpu machine start {machine}",
-    }
-    return steps.get(ask.action, "gpu status")
-
-
-def _machine(ask: Ask) -> str:
-    return one_line(str(ask.subject.get("machine")), limit=80)
-
-
 def _invalid(ask: Ask, reason: str) -> ApprovalInvalid:
-    return ApprovalInvalid(reason=reason, next_step=f"gpu approve {argument(ask)} --show", plan=ask.sha256)
+    return ApprovalInvalid(reason=reason, next_step=f"gpu approve {ask.argument} --show", plan=ask.sha256)
 
 
 def _used(ask: Ask, reason: str) -> ApprovalUsed:
-    return ApprovalUsed(reason=reason, next_step=_plan_again(ask), plan=ask.sha256)
+    return ApprovalUsed(reason=reason, next_step=ask.plan_again, plan=ask.sha256)

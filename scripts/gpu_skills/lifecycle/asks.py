@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
@@ -19,7 +19,8 @@ class Ask:
     """One thing to be allowed. action: rent, or what is done to one machine.
 
     subject: what it is about, short enough to stand in what is signed. lines: for the person. expires_at: after this
-    nobody can say yes any more, None: as long as the thing is there. approval_until: how long a yes holds, None: 1 h.
+    nobody can say yes any more, None: as long as the thing is there. approval_until: a yes may hold longer than an
+    hour, until then.
     """
 
     sha256: str
@@ -39,6 +40,26 @@ class Ask:
     @property
     def text(self) -> str:
         return "\n".join(self.lines)
+
+    @property
+    def argument(self) -> str:
+        """How `gpu approve` is told which: a machine's end is asked for by the machine."""
+        return f"--machine {self._machine}" if self.action == "destroy" else self.name
+
+    @property
+    def plan_again(self) -> str:
+        """The command that makes a new one when this is over."""
+        steps = {
+            "rent": "gpu plan --freeze",
+            "destroy": f"gpu approve {self.argument} --show",
+            "extend": f"gpu machine extend {self._machine}",
+            "start": f"gpu machine start {self._machine}",
+        }
+        return steps.get(self.action, "gpu status")
+
+    @property
+    def _machine(self) -> str:
+        return one_line(str(self.subject.get("machine")), limit=80)
 
 
 def ask_of_plan(name: str, plan: Plan) -> Ask:
@@ -61,17 +82,13 @@ def ask_of_plan(name: str, plan: Plan) -> Ask:
         worst_case_usd=plan.worst_case_usd,
         lines=tuple(one_line(line) for line in _lines(plan)),
         expires_at=parse_timestamp(plan.expires_at),
-        approval_until=_waits_until(plan),
+        approval_until=_until(plan),
     )
 
 
-def _waits_until(plan: Plan) -> datetime | None:
-    """The end of a plan's frozen attempts, which begin before it expires."""
-    capacity = plan.capacity
-    if capacity.get("mode") != "wait":
-        return None
-    waits_s = int(capacity.get("attempts", 1)) * float(capacity.get("interval_s", 0))
-    return parse_timestamp(plan.expires_at) + timedelta(seconds=waits_s)
+def _until(plan: Plan) -> datetime | None:
+    """A plan that waits is good for the whole sequence of its attempts, which ends when it expires."""
+    return parse_timestamp(plan.expires_at) if plan.capacity.get("mode") == "wait" else None
 
 
 def _lines(plan: Plan) -> list[str]:
@@ -93,11 +110,11 @@ def _lines(plan: Plan) -> list[str]:
     ]
     if left_out:
         lines.append("left out: " + "; ".join(f"{c.gpu}: {c.left_out}" for c in left_out))
-    if (waits := _waits_until(plan)) is not None:
-        attempts, interval_s = plan.capacity.get("attempts", 1), float(plan.capacity.get("interval_s", 0))
+    if (until := _until(plan)) is not None:
+        attempts, interval_s = int(plan.capacity.get("attempts", 1)), float(plan.capacity.get("interval_s", 0))
         lines.append(
-            f"waits: {counted(int(attempts), 'attempt')}, one every {format_duration(interval_s)}, "
-            f"until {timestamp(waits)} at the latest; the price may rise to the maximum"
+            f"waits: {counted(attempts, 'look')}, one every {format_duration(interval_s)}; the yes may hold until "
+            f"{timestamp(until)}, and the price may rise to the maximum"
         )
     if plan.job is not None:
         lines.append(f"runs: {plan.job.get('run')}" + (f" after {plan.job['setup']}" if plan.job.get("setup") else ""))
@@ -125,9 +142,8 @@ def _after_the_deadline(plan: Plan) -> list[str]:
 def _what_reaches_it(plan: Plan) -> str:
     reaches = []
     if plan.inputs is not None:
-        count, size = plan.inputs.get("file_count"), plan.inputs.get("bytes")
-        files = plan.inputs.get("files")
-        count = len(files) if isinstance(files, list) else files if isinstance(files, int) else count
-        reaches.append(counted(count or 0, "file") + (f", {format_bytes(size)}" if size is not None else ""))
+        files, size = plan.inputs.get("files"), plan.inputs.get("bytes", 0)
+        count = len(files) if isinstance(files, list) else int(plan.inputs.get("count", 0))
+        reaches.append(f"{counted(count, 'file')}, {format_bytes(size)}")
     reaches += [f"secret {name}" for name in plan.secrets]
     return ", ".join(reaches) or "no files yet, no secrets"
