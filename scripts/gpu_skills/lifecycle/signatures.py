@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +34,8 @@ def verify(message: bytes, signature: str, *, signers: Sequence[str], namespace:
     """
     if not signature.startswith(_HEAD) or len(signature) > MAX_SIGNATURE_BYTES or not signature.isascii():
         raise BadSignature("it is no SSH signature")
+    import tempfile
+
     lines = [line for line in signers if line.isprintable()]  # one entry is one line
     if not lines:
         raise BadSignature("the policy names nobody who may sign")
