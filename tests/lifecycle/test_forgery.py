@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
@@ -19,7 +20,7 @@ from approving import Owner, a_plan, a_run, an_ask, lines, sign, signer_line, wr
 from gpu_skills import userdirs
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import ApprovalExpired, ApprovalInvalid, ApprovalNeeded, ApprovalUsed, GpuError, PlanChanged
-from gpu_skills.lifecycle import actions, approvals, machines, runs
+from gpu_skills.lifecycle import actions, approvals, machines, provision, runs
 from gpu_skills.lifecycle import plan as plans
 from gpu_skills.lifecycle.approvals import Approval
 from sshd import make_key
@@ -398,6 +399,55 @@ def test_every_place_of_runs_is_seen_by_who_settles_them(op, owner, ask):
     said = approvals.give(op, other, statement="yes", source="approve")
     runs.create(op, a_run(op, said))
     assert {run.approval_id for run in runs.own_runs(op)} == {signed.id, said.id}
+
+
+# and nothing is rented ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forged", ["handed over", "statement", "stranger", "edited", "expired", "used"])
+def test_provisioning_rents_nothing_under_an_approval_that_does_not_hold(r, op, owner, tmp_path, forged):
+    name = plans.freeze(op.project, a_plan(op.project, op.clock.now()))
+    plan = plans.load(op.project, name)[1]
+    ask = approvals.ask_of_plan(name, plan)
+    approval = approvals._draft(op, ask, "statement" if forged == "statement" else "signature")
+    approval = replace(approval, statement="yes", source="approve", signer="owner@example.org")
+    if forged == "stranger":
+        key = make_key(tmp_path / "agent")
+        approval = replace(approval, signature=sign(key, approval.content()).decode())
+    if forged in ("edited", "expired", "used"):
+        approval = owner.approve(op, ask)
+    if forged == "edited":
+        write_lines(op, {**lines(op)[0], "max_cost_usd": 1000})
+    elif forged == "expired":
+        op.clock.sleep(3600)
+    elif forged == "used":
+        runs.create(op, a_run(op, approval, owner="elsewhere:1"))
+    elif forged != "handed over":
+        write_lines(op, as_line(op, approval))
+    with pytest.raises(ApprovalNeeded) as caught:
+        provision.provision(op, name, plan, replace(approval, id=approval.own_id))
+    assert caught.value.exit_code == 4
+    assert r.creates == 0 and r.burning() == set()
+
+
+def test_of_many_state_directories_at_once_one_uses_an_approval(r, op, owner, tmp_path):
+    machine = machines.Machine("m_0123456789", "vast", "4711")
+    ask = actions.destroy_plan(op.project, machine).ask()
+    approval = owner.approve(op, ask)
+    rivals = [op]
+    for number in range(5):
+        rivals.append(owner.rules(r.another(tmp_path / f"copy{number}", project_id=op.project.project_id).op))
+        write_lines(rivals[-1], *lines(op))
+
+    def attempt(rival) -> bool:
+        try:
+            approvals.use(rival, approval, ask)
+        except ApprovalUsed:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(rivals)) as pool:
+        assert sum(pool.map(attempt, rivals)) == 1
 
 
 # at level statement: mistakes ---------------------------------------------------------------------------------------
