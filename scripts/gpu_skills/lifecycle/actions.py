@@ -1,4 +1,4 @@
-"""A plan to change one machine that is there: extend, start, stop or destroy it. Frozen and named like a plan.
+"""A plan to change one machine that is there: extend, start, stop, destroy, unprotect. Frozen and named like a plan.
 
 `plans/<sha256>.json` holds both kinds; this one has an `action`.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gpu_skills.lifecycle.machines import Machine
 
 SCHEMA_VERSION = 1
-Action = Literal["extend", "start", "stop", "destroy"]
+Action = Literal["extend", "start", "stop", "destroy", "unprotect"]
 MAX_ACTION_BYTES = 1 << 20
 _MONEY = ("worst_case_usd", "rate_usd_hr", "storage_usd_hr")
 

@@ -54,6 +54,7 @@ class Ask:
             "destroy": f"gpu approve {self.argument} --show",
             "extend": f"gpu machine extend {self._machine}",
             "start": f"gpu machine start {self._machine}",
+            "unprotect": f"gpu machine protect {self._machine} --off",
         }
         return steps.get(self.action, "gpu status")
 
