@@ -9,13 +9,16 @@ from typing import Any
 
 from gpu_skills.clock import timestamp
 from gpu_skills.lifecycle import intents, labels, machines, runs
+from gpu_skills.lifecycle import plan as plans
 from gpu_skills.lifecycle.machines import Machine
+from gpu_skills.lifecycle.plan import Candidate, Plan
 from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import MachineSpec, Offer, Requirements
 from gpu_skills.state import budget, policy
 
 APPROVAL = "a_0123456789abcdef"
-LIMITS = policy.combine([("project", {"ceilings": dict.fromkeys(("job_usd", "session_usd", "day_usd", "month_usd"))})])
+_CEILINGS = ("job_usd", "session_usd", "day_usd", "month_usd", "machines")
+LIMITS = policy.combine([("project", {"ceilings": dict.fromkeys(_CEILINGS)})])
 STEPS = ("bind", "reserve", "attempt", "record", "begin", "create", "close")
 
 
@@ -46,11 +49,31 @@ class ByHand:
             getattr(self, step)()
         return self
 
+    def freeze(self) -> str:
+        """The plan that was approved: any offer up to a dollar an hour."""
+        now = self.op.clock.now()
+        plan = Plan(
+            project_id=self.project.project_id,
+            machine_class=self.machine_class,
+            provider=self.vendor,
+            image="pytorch/pytorch:2.8.0",
+            disk_gb=self.disk_gb,
+            gpu_count=1,
+            candidates=(Candidate("RTX 4090"),),
+            max_rate_usd_hr=Decimal(1),
+            deadline_s=self.deadline_h * 3600,
+            storage_grace_s=24 * 3600.0,
+            worst_case_usd=Decimal(5),
+            measured_at=timestamp(now),
+            expires_at=timestamp(now + timedelta(hours=1)),
+        )
+        return plans.freeze(self.project, plan)
+
     def bind(self) -> None:
         op, now = self.op, self.op.clock.now()
         run = Run(
             approval_id=self.approval,
-            plan_sha256="0" * 64,
+            plan_sha256=self.freeze(),
             project_id=self.project.project_id,
             provider=self.vendor,
             account=budget.account_directory(self.vendor, op.account(self.vendor), op.environ).name,
@@ -91,15 +114,11 @@ class ByHand:
             began_at=timestamp(self.op.clock.now()),
         )
         runs.update(self.op, self.approval, lambda run: runs.with_attempt(run, attempt))
-        run = runs.load(self.op, self.approval)
-        budget.note_attempt(
-            self.project,
-            self.op.clock,
-            intent=self.approval,
-            directory=run.account,
-            machine_id=self.machine_id,
-            environ=self.op.environ,
-        )
+
+    def make_unrecorded(self) -> None:
+        """Make the machine and write nothing down about it, as another project's machine looks from here."""
+        self.offer = self.r.reader.offers(Requirements(gpu="RTX 4090", disk_gb=self.disk_gb))[0]
+        self.create()
 
     def record(self) -> None:
         machines.save(
@@ -119,7 +138,17 @@ class ByHand:
                 disk_gb=self.disk_gb,
                 deadline_at=timestamp(self.deadline_at),
                 created_at=timestamp(self.op.clock.now()),
+                plan=runs.load(self.op, self.approval).plan_sha256,
             ),
+        )
+        run = runs.load(self.op, self.approval)
+        budget.note_attempt(
+            self.project,
+            self.op.clock,
+            intent=self.approval,
+            directory=run.account,
+            machine_id=self.machine_id,
+            environ=self.op.environ,
         )
 
     def begin(self) -> None:

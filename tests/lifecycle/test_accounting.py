@@ -10,7 +10,7 @@ from decimal import Decimal
 import pytest
 
 from gpu_skills.clock import timestamp
-from gpu_skills.lifecycle import accounting, intents, machines, runs
+from gpu_skills.lifecycle import accounting, intents, lives, machines, release, runs
 from gpu_skills.state import budget, journal
 from run_by_hand import ByHand, changed, job
 
@@ -52,7 +52,7 @@ def start(r, hand) -> None:
 def destroy(r, hand, wait_s: float = 90) -> None:
     r.writer.destroy(hand.machine.instance_id)
     for _ in range(3):
-        intents.observe(r.project, r.clock, "seen_absent", machine_id=hand.machine_id)
+        intents.observe(r.project, r.clock, release.ABSENT, machine_id=hand.machine_id)
         r.clock.sleep(wait_s / 3)
     changed(r, hand, status="destroyed", destroyed_at=timestamp(r.clock.now()))
 
@@ -315,3 +315,7 @@ def test_a_hand_edit_in_the_charges_stops_no_booking(rig, vendor):
     r.clock.sleep(600)
     destroy(r, hand)
     assert [line["kind"] for line in accounting.close(r.op, hand.machine)] == ["idle"]
+
+
+def test_the_words_for_what_was_seen_are_those_of_a_release(vendor):
+    assert (lives.PRESENT, lives.ABSENT) == (release.PRESENT, release.ABSENT)

@@ -376,7 +376,7 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
                 fresh.append(_correction(machine, life, row, number + len(fresh)))
         _append(op, fresh)
     if fresh:
-        _settle_anew(op, machine)
+        settle_anew(op, machine)
     intents.observe(op.project, op.clock, CORRECTED, machine_id=machine.id)
     return fresh
 
@@ -432,8 +432,8 @@ def _correction(machine: Machine, life: tuple[Stretch, ...], row: Row, number: i
     }
 
 
-def _settle_anew(op: Operator, machine: Machine) -> None:
-    """What a settled run came to has changed."""
+def settle_anew(op: Operator, machine: Machine) -> None:
+    """What the settled run of a machine came to has changed: other projects see its new sum."""
     for run in runs_of(op, machine):
         if run.owner == runs.owner_of(op) and run.is_settled:
             settle_run(op, run)

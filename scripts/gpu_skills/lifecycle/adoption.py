@@ -168,19 +168,24 @@ def take_run(op: Operator, run: Run) -> Run:
     known = intents.read(op.project)
     for attempt in run.attempts:
         if attempt.intent not in known and attempt.result != "refused" and not attempt.is_over:
-            intents.begin(
-                op.project,
-                op.clock,
-                "create",
-                attempt.intent,
-                provider=run.provider,
-                account=run.account,
-                machine_id=attempt.machine_id,
-                label=attempt.label,
-                approval_id=run.approval_id,
-                reason="adopted: its journal is lost",
-            )
+            remember_create(op, run, attempt)
     return runs.update(op, run.approval_id, lambda found: replace(found, owner=runs.owner_of(op)))
+
+
+def remember_create(op: Operator, run: Run, attempt: Attempt) -> None:
+    """Write into a journal that was lost what the run's file still knows: that this create may have been sent."""
+    intents.begin(
+        op.project,
+        op.clock,
+        "create",
+        attempt.intent,
+        provider=run.provider,
+        account=run.account,
+        machine_id=attempt.machine_id,
+        label=attempt.label,
+        approval_id=run.approval_id,
+        reason="adopted: its journal is lost",
+    )
 
 
 def _won(op: Operator, run: Run, intent: str, machine_id: str) -> None:

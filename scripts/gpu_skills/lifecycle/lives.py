@@ -20,7 +20,7 @@ from gpu_skills.lifecycle.machines import Machine
 
 # Observations that say since when it runs or stands still: `details.at`, else the time of the line.
 STOPPED, RUNNING, READY = "machine_stopped", "machine_running", "machine_ready"
-PRESENT, ABSENT = "seen_present", "seen_absent"
+PRESENT, ABSENT = "present", "absent"  # as `release` writes them
 SEEN = (STOPPED, RUNNING, READY, PRESENT, ABSENT)
 
 Kind = Literal["running", "stopped"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from decimal import Decimal
 
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import GpuError, StopFailed
@@ -19,11 +18,10 @@ from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plan import Plan
 from gpu_skills.lifecycle.sentinel import Decision
 from gpu_skills.providers.base import Machine as Instance
-from gpu_skills.units import format_usd
+from gpu_skills.units import format_usd, usd
 
 # A start that was not answered may still be on its way; later it is not.
 START_ON_ITS_WAY = timedelta(minutes=10)
-_RATE_DIFFERS = Decimal("0.000001")
 # Seconds are cut from times on record and in labels.
 _SAME_MOMENT = timedelta(seconds=2)
 
@@ -53,15 +51,16 @@ def compare(op: Operator, machine: Machine, seen: Instance) -> list[Note]:
             )
         ]
     found = []
-    if seen.rate_usd_hr is not None and seen.rate_usd_hr - machine.rate_usd_hr > _RATE_DIFFERS:
+    rate = None if seen.rate_usd_hr is None else usd(seen.rate_usd_hr)
+    if rate is not None and rate > machine.rate_usd_hr:
         found.append(
             Note(
                 "rate_differs",
-                f"it costs {format_usd(seen.rate_usd_hr)}/h, on record were {format_usd(machine.rate_usd_hr)}/h",
+                f"it costs {format_usd(rate)}/h, on record were {format_usd(machine.rate_usd_hr)}/h",
                 f"gpu machine show {machine.id}",
             )
         )
-        machines.update(op.project, machine.id, lambda m: replace(m, rate_usd_hr=max(m.rate_usd_hr, seen.rate_usd_hr)))
+        machines.update(op.project, machine.id, lambda m: replace(m, rate_usd_hr=max(m.rate_usd_hr, rate)))
     deadline_at = deadline_of(op, machine, seen, label)
     on_record = lives.time_of(machine.deadline_at)
     if _differ(on_record, deadline_at):
@@ -87,24 +86,18 @@ def deadline_of(op: Operator, machine: Machine, seen: Instance, label: Label) ->
 def follow(op: Operator, machine: Machine, seen: Instance) -> Machine:
     """Bring the record to what the provider shows, and close what had begun; the record as it is then."""
     machine = release.current(op, machine)
-    half_done = [i for i in intents.read(op.project).values() if i.machine_id == machine.id and i.is_open]
-    for intent in half_done:
+    for intent in intents.read(op.project).values():
+        if intent.machine_id != machine.id or not intent.is_open:
+            continue
         if intent.action == "stop":
-            machine = _finish_stop(op, machine, seen, intent)
-        elif intent.action == "start":
-            machine = _finish_start(op, machine, seen, intent)
-        elif intent.action == "extend":
-            _finish_extend(op, machine, seen, intent)
-    machine = release.current(op, machine)
+            return _finish_stop(op, machine, seen, intent)
+        if intent.action == "start":
+            return _finish_start(op, machine, seen, intent)
+        if intent.action == "extend":
+            _finish_extend(op, intent)
     if release.open_destroy(op, machine.id) is not None:
         return set_status(op, machine.id, "terminating")
-    if any(i.action in ("start", "stop") and i.id not in _closed(op) for i in half_done):
-        return machine
     return _as_shown(op, machine, seen)
-
-
-def _closed(op: Operator) -> set[str]:
-    return {i.id for i in intents.read(op.project).values() if not i.is_open}
 
 
 def _finish_stop(op: Operator, machine: Machine, seen: Instance, intent: Intent) -> Machine:
@@ -132,7 +125,7 @@ def _finish_start(op: Operator, machine: Machine, seen: Instance, intent: Intent
     return machine
 
 
-def _finish_extend(op: Operator, machine: Machine, seen: Instance, intent: Intent) -> None:
+def _finish_extend(op: Operator, intent: Intent) -> None:
     """An extension that died on its way counts as not done: the fuse on the machine has its last word.
 
     The earlier deadline holds until the machine itself has told the new one, which only `extend` asks for.

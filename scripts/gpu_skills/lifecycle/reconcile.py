@@ -34,6 +34,7 @@ from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Charge, RentedReader
 from gpu_skills.providers.base import Machine as Instance
+from gpu_skills.state import budget
 
 # So long a create that was not answered is looked for.
 LOOKED_FOR = timedelta(hours=24)
@@ -148,7 +149,7 @@ class _Pass:
         self.shown = listing.machines()
         self.findings: list[Finding] = []
         self.booked = 0
-        self.held: set[str] = set()  # machines of runs that another process works on
+        self.held: set[str] = set()  # machines that another process works on, or that were dealt with here
 
     def go(self, *, adopt: bool) -> None:
         if adopt:
@@ -200,6 +201,7 @@ class _Pass:
         elif fresh:  # the record has its machine, or the create was said to be refused: these are one too many
             for seen in fresh:
                 twin = creation.destroy_twin(self.op, run, attempt, seen)
+                self.held.add(twin.id)
                 self._say("twin", "a second machine of one create: it is destroyed", machine=twin, is_uncertain=True)
         elif is_open and on_record:
             self._catch_up(run, attempt, next(iter(on_record.values())))
@@ -208,6 +210,9 @@ class _Pass:
         elif is_open and intent is not None and intent.result == "refused":
             creation.note(self.op, run, attempt, result="refused", reason=intent.reason, is_over=True)
         elif is_open:
+            if intent is None and self._journal_is_lost(run, attempt):
+                adoption.remember_create(self.op, run, attempt)
+                intent = intents.read(self.op.project).get(attempt.intent)
             self._not_found(run, attempt, was_sent=intent is not None)
         elif attempt.result == "failed" and not attempt.is_over:
             for machine in on_record.values():
@@ -249,6 +254,12 @@ class _Pass:
             return
         creation.refused(self.op, run, attempt, _NeverSeen() if was_sent else _NeverSent())
         self._say("never_seen" if was_sent else "never_sent", f"the create of {attempt.label} made no machine")
+
+    def _journal_is_lost(self, run: Run, attempt: Attempt) -> bool:
+        """The account's journal names the machine and the registry does not: between these two nothing is sent."""
+        reserved = budget.open_reservations(self.op.project, self.op.environ).get(run.approval_id)
+        is_named = reserved is not None and attempt.machine_id in reserved.machine_ids
+        return is_named and machines.find(self.op.project, attempt.machine_id) is None
 
     def _with_intent(self, intent: str) -> list[Instance]:
         """All that carry it, the oldest first."""
@@ -362,6 +373,7 @@ class _Pass:
         self._say("kept", text, machine=machine, next_step=step)
 
     def _end(self, machine: Machine, why: str) -> None:
+        self.held.add(machine.id)
         state = release.destroy(self.op, machine, why=why, wait_s=0)
         step = None if state == "destroyed" else f"gpu reconcile --provider {self.provider}"
         self._say("ended", f"{why}: destroyed", machine=machine, next_step=step, is_uncertain=step is not None)
@@ -405,7 +417,9 @@ class _Pass:
             before = len(accounting.lines_of(self.op, machine.id))
             release.finish_books(self.op, machine)
             accounting.close(self.op, machine)
-            self.booked += len(accounting.lines_of(self.op, machine.id)) - before
+            if fresh := len(accounting.lines_of(self.op, machine.id)) - before:
+                self.booked += fresh
+                accounting.settle_anew(self.op, machine)
             if accounting.is_due(self.op, machine):
                 due.append(machine)
         if due:
