@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dying import Died
 from gpu_skills.cli.context import Context
+from gpu_skills.clock import parse_timestamp
+from gpu_skills.jobs import launch
 from gpu_skills.lifecycle import keyproof
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.sandbox import Sandbox
-from sandbox_fixture import make_sandbox
+from sandbox_fixture import eventually, make_sandbox
 from vendor_clock import VendorClock
 
 __all__ = ["make_sandbox"]
@@ -32,13 +35,37 @@ open(out + "/result.txt", "w").write("done")
 """
 
 
+class EventfulClock(VendorClock):
+    """Something may happen while somebody waits: Ctrl-C, another command, death."""
+
+    def __init__(self, sandbox: Sandbox):
+        super().__init__(sandbox)
+        self._planned: list[tuple[Callable[[], bool], Callable[[], Any]]] = []
+
+    def meanwhile(self, when: Callable[[], bool], then: Callable[[], Any]) -> None:
+        """Do this once, at the first wait at which `when` holds."""
+        self._planned.append((when, then))
+
+    def interrupts_after(self, when: Callable[[], bool]) -> None:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        self.meanwhile(when, interrupt)
+
+    def sleep(self, seconds: float) -> None:
+        for planned in [p for p in self._planned if p[0]()]:
+            self._planned.remove(planned)
+            planned[1]()
+        super().sleep(seconds)
+
+
 @dataclass
 class Shop:
     """A project whose jobs are rented for at one vendor of a sandbox. `gpu(...)` is a command of its user."""
 
     vendor: str
     sandbox: Sandbox
-    clock: VendorClock
+    clock: EventfulClock
     root: Path
     call: Callable[..., Any]
     world: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +95,7 @@ class Shop:
         return json.loads((self.root / ".pi/gpu/machines.json").read_text())
 
     def burning(self) -> list[str]:
-        return [entry["resource"] for entry in self.sandbox.world.burning()]
+        return sorted({entry["resource"] for entry in self.sandbox.world.burning()})
 
     @property
     def creates(self) -> int:
@@ -85,7 +112,7 @@ def shop(make_sandbox, gpu, tmp_path: Path, monkeypatch, home) -> Callable[..., 
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "user"))
         root = tmp_path / "project"
         root.mkdir()
-        made = Shop(vendor, sandbox, VendorClock(sandbox), root, gpu, {"account_home": tmp_path / "account"})
+        made = Shop(vendor, sandbox, EventfulClock(sandbox), root, gpu, {"account_home": tmp_path / "account"})
         assert made.gpu("init", "--jobs", "--provider", vendor).exit_code == 0
         (root / "train.py").write_text(TRAIN)
         op = made.operator()
@@ -110,3 +137,307 @@ def test_a_job_gets_a_machine_of_its_own_and_leaves_nothing_behind(shop):
     assert first["plan"] == last["plan"] == plan and last["machine_id"] == document["machine"]
     again = s.run(plan)
     assert again.exit_code == 0 and again.document["job"] == "J-000001" and s.creates == 1
+
+
+def test_on_runpod_it_is_the_same(shop):
+    s = shop("runpod")
+    result = s.run(s.plan(), "--yes", "--hold-for", "0")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["machine_state"] == "destroyed" and s.burning() == []
+    assert (s.root / "gpu-outputs/J-000001/checkpoint-10/weights").stat().st_size == 5000
+
+
+def test_without_a_yes_nothing_is_rented_and_the_text_to_show_is_in_the_output(shop):
+    s = shop(real=False)
+    result = s.run(s.plan())
+    assert result.exit_code == 125 and result.error["code"] == "approval_missing"
+    assert "worst case" in result.error["details"]["text"] and "deadline" in result.error["details"]["text"]
+    assert s.creates == 0 and s.ledger() == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--hold-for", "31m"), ("--max-lease", "13h"), ("--job-timeout", "2h"), ("--hold-for", "soon")]
+)
+def test_a_flag_can_only_shorten_what_was_approved(shop, flag, value):
+    s = shop(real=False)
+    result = s.run(s.plan("--job-timeout", "1h"), "--yes", flag, value)
+    assert result.exit_code == 125 and result.error["code"] == "usage" and flag in result.error["message"]
+    assert s.creates == 0
+
+
+@pytest.mark.parametrize("given", [["--timeout", "5m"], ["--expect", "x"], ["--dir", "."], ["--", "true"]])
+def test_what_a_plan_froze_cannot_be_given_again(shop, given):
+    s = shop(real=False)
+    result = s.run(s.plan(), "--yes", *given)
+    assert result.exit_code == 125 and result.error["code"] == "usage" and "frozen" in result.error["message"]
+
+
+def test_a_file_that_changed_since_the_plan_is_named_and_nothing_is_rented(shop):
+    s = shop(real=False)
+    plan = s.plan()
+    (s.root / "train.py").write_text("print('other')")
+    result = s.run(plan, "--yes")
+    assert result.exit_code == 125 and result.error["code"] == "inputs_changed"
+    assert "train.py (has other content)" in result.error["message"] and s.creates == 0
+    assert not (s.root / ".pi/gpu/approvals.jsonl").exists()
+
+
+def test_a_file_that_came_after_the_plan_stays_here(shop):
+    s = shop()
+    plan = s.plan(run="ls > $GPU_OUTPUT_DIR/listing")
+    (s.root / "notes.txt").write_text("nobody approved this")
+    result = s.run(plan, "--yes", "--hold-for", "0")
+    assert result.exit_code == 0, result.stderr
+    listing = (s.root / "gpu-outputs/J-000001/listing").read_text().split()
+    assert "train.py" in listing and "notes.txt" not in listing
+    assert "notes.txt came after the plan" in result.stderr
+
+
+def test_a_shorter_lease_is_the_deadline_on_the_machines_label(shop):
+    s = shop()
+    result = s.run(s.plan(), "--yes", "--hold-for", "0", "--max-lease", "2h")
+    assert result.exit_code == 0, result.stderr
+    (machine,) = s.machines()
+    begun, ends = parse_timestamp(machine["created_at"]), parse_timestamp(machine["deadline_at"])
+    assert abs((ends - begun).total_seconds() - 7200) < 60
+
+
+def test_the_exit_code_is_the_jobs_own_and_its_machine_goes_all_the_same(shop):
+    s = shop()
+    result = s.run(s.plan(run="echo bad; exit 7"), "--yes", "--hold-for", "0")
+    assert result.exit_code == 7 and result.document["state"] == "failed" and s.burning() == []
+
+
+@pytest.mark.parametrize("vendor", ["vast", "runpod"])
+def test_a_whole_run_costs_at_most_forty_calls(shop, vendor):
+    s = shop(vendor)
+    plan = s.plan(run="sleep 2")
+    before = s.sandbox.world.calls.total()
+    assert s.run(plan, "--yes", "--hold-for", "0").exit_code == 0
+    assert s.sandbox.world.calls.total() - before <= 40
+
+
+def test_a_machine_is_held_for_review_and_says_how_long(shop):
+    s = shop()
+    result = s.run(s.plan(), "--yes", "--hold-for", "10m")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["held"] == "over" and result.document["machine_state"] == "destroyed"
+    assert "is held for review" in result.stderr and "9m59s left" in result.stderr and "ssh -p" in result.stderr
+    assert sum(s.clock.slept) >= 600 and s.burning() == []
+
+
+def test_an_interrupted_hold_ends_the_machine(shop):
+    s = shop()
+    s.clock.interrupts_after(lambda: any(line["status"] == "completed" for line in s.ledger()))
+    result = s.run(s.plan(), "--yes")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["held"] == "interrupted" and s.burning() == []
+    assert result.document["collected"]
+
+
+def test_a_detached_run_is_followed_collected_and_let_go_by_the_same_call(shop):
+    s = shop()
+    plan = s.plan(run="sleep 1; echo out > $GPU_OUTPUT_DIR/o")
+    started = s.run(plan, "--yes", "--detach")
+    assert started.exit_code == 0 and started.document["state"] == "running", started.stderr
+    assert "bills until" in started.stderr and len(s.burning()) == 1
+    result = s.run(plan, "--hold-for", "0")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["job"] == started.document["job"] and result.document["collected"]
+    assert s.creates == 1 and s.burning() == []
+
+
+# cancelled ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancel_while_the_machine_boots_leaves_no_machine(shop):
+    """Another terminal's `gpu job cancel`, seen by the command that waits for the machine."""
+    s = shop()
+    plan = s.plan()
+    s.clock.meanwhile(lambda: s.creates == 1, lambda: launch.cancel(s.operator().project, s.clock, plan))
+    s.sandbox.world.delays = replace(s.sandbox.world.delays, loading_s=300)
+    result = s.run(plan, "--yes")
+    assert result.exit_code == 130, result.stderr
+    assert s.burning() == [] and s.ledger()[-1]["status"] == "cancelled"
+    assert s.gpu("job", "cancel", "--json").document["state"] == "cancelled"
+    assert s.run(plan, "--yes").exit_code == 130 and s.creates == 1
+
+
+def test_ctrl_c_while_the_machine_boots_leaves_no_machine(shop):
+    s = shop()
+    s.clock.interrupts_after(lambda: s.creates == 1)
+    result = s.run(s.plan(), "--yes")
+    assert result.exit_code == 130, result.stderr
+    assert s.burning() == [] and [line["status"] for line in s.ledger()] == ["running", "cancelled"]
+
+
+def test_a_cancel_after_the_launching_command_died_ends_what_it_began(shop):
+    """Dead after the create was accepted: nobody is left to be told, so the cancel does it itself."""
+    s = shop()
+    plan = s.plan()
+    s.clock.meanwhile(lambda: s.creates == 1, _die)
+    with pytest.raises(Died):
+        s.run(plan, "--yes")
+    assert len(s.burning()) == 1
+    pending = s.gpu("job", "status", "--json").document
+    assert (pending["job"], pending["state"], pending["phase"]) == ("J-000001", "running", "booting")
+    result = s.gpu("job", "cancel", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["state"] == "cancelled" and s.burning() == []
+
+
+def test_a_cancel_of_a_running_job_collects_and_lets_the_machine_go(shop):
+    s = shop()
+    plan = s.plan(run="echo half > $GPU_OUTPUT_DIR/half; echo ready; sleep 600")
+    assert s.run(plan, "--yes", "--detach").exit_code == 0
+    eventually(lambda: "ready" in s.gpu("job", "logs", "--json").document["text"])
+    result = s.gpu("job", "cancel", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["state"] == "cancelled" and result.document["collected"]
+    assert (s.root / "gpu-outputs/J-000001/half").read_text() == "half\n"
+    assert s.burning() == []
+
+
+def test_a_cancel_of_a_job_whose_machine_was_taken_away_leaves_no_machine(shop):
+    s = shop()
+    assert s.run(s.plan(run="sleep 600"), "--yes", "--detach").exit_code == 0
+    (machine,) = s.machines()
+    _stop_at_the_vendor(s, machine)
+    result = s.gpu("job", "cancel", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["state"] == "cancelled" and s.burning() == []
+
+
+# when things go wrong -----------------------------------------------------------------------------------------------
+
+
+def test_a_command_that_died_after_the_create_is_gone_on_with_and_rents_once(shop):
+    s = shop()
+    plan = s.plan()
+    s.clock.meanwhile(lambda: s.creates == 1, _die)
+    with pytest.raises(Died):
+        s.run(plan, "--yes")
+    result = s.run(plan, "--hold-for", "0")
+    assert result.exit_code == 0, result.stderr
+    assert s.creates == 1 and s.burning() == [] and len(s.ledger()) == 2
+
+
+def test_a_machine_that_is_taken_away_ends_its_job_as_preempted(shop):
+    s = shop()
+    plan = s.plan("--interruptible", run="echo ready; sleep 600")
+    assert s.run(plan, "--yes", "--detach").exit_code == 0
+    (machine,) = s.machines()
+    s.sandbox.world.apply_faults([_rule(s, "outbid", machine)])
+    result = s.run(plan)
+    assert result.exit_code == 125 and result.error["code"] == "preempted", result.stderr
+    assert "plan" in result.error["next_step"]
+    last = s.ledger()[-1]
+    assert last["status"] == "lost" and last["reason"] in ("preempted", "outbid")
+    assert s.creates == 1 and last["reason"] in s.machines()[0]["conditions"]
+
+
+def test_a_machine_that_comes_back_runs_its_job_once_more_and_rents_nothing(shop):
+    s = shop()
+    run = "echo try $GPU_JOB_ID; test $GPU_JOB_ID = J-000002 || sleep 600"
+    plan = s.plan("--interruptible", run=run)
+    assert s.run(plan, "--yes", "--detach").exit_code == 0
+    (machine,) = s.machines()
+    s.sandbox.world.apply_faults([_rule(s, "outbid", machine, resume=120)])
+    result = s.run(plan, "--hold-for", "0")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["job"] == "J-000002" and "second and last try" in result.stderr
+    ends = {line["id"]: (line["status"], line.get("reason")) for line in s.ledger()}
+    assert ends == {"J-000001": ("lost", "runner_vanished"), "J-000002": ("completed", None)}
+    assert s.creates == 1 and s.burning() == []
+
+
+def test_a_job_goes_on_when_the_connection_breaks(shop):
+    s = shop()
+    plan = s.plan(run="for i in 1 2 3 4 5 6; do echo line $i; sleep 0.4; done")
+    assert s.run(plan, "--yes", "--detach").exit_code == 0
+    result = s.run(plan, "--hold-for", "0")
+    assert result.exit_code == 0 and "line 6" in result.stderr
+
+
+def test_a_job_that_outlives_its_machines_time_is_a_timeout_that_names_the_limit(shop):
+    s = shop()
+    plan = s.plan(run="echo half > $GPU_OUTPUT_DIR/half; sleep 600")
+    result = s.run(plan, "--yes", "--hold-for", "0", "--max-lease", "20s")
+    assert result.exit_code == 124, result.stderr
+    assert result.document["state"] == "timeout" and result.document["reason"] in ("max_lease", "deadline_passed")
+    assert (s.root / "gpu-outputs/J-000001/half").exists()
+
+
+def test_a_stalled_job_that_is_cancelled_for_it_has_its_waste_in_the_ledger(shop):
+    s = shop()
+    (s.root / "gpujob.yaml").write_text("progress: {unit: rows, stall: 2s, on_stall: cancel}\n")
+    result = s.run(s.plan(run="echo progress rows=1; sleep 600"), "--yes", "--hold-for", "0")
+    assert result.exit_code == 130, result.stderr
+    last = s.ledger()[-1]
+    assert last["reason"] == "no_progress" and 0 < last["wasted_usd"] <= last["cost_usd"]
+    assert last["wasted_usd"] == pytest.approx(2 * s.machines()[0]["rate_usd_hr"] / 3600, rel=0.8)
+
+
+def test_more_than_twice_the_expected_time_is_told_once(shop):
+    s = shop()
+    result = s.run(s.plan("--expected", "1s", run="sleep 4"), "--yes", "--hold-for", "0")
+    assert result.exit_code == 0, result.stderr
+    events = (s.root / ".pi/gpu/jobs/J-000001/events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in events].count("expected_exceeded") == 1
+    assert "expected were 1s" in result.stderr
+
+
+# checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def test_only_checkpoints_after_a_step_are_pulled(shop):
+    s = shop()
+    write = "mkdir -p checkpoint-10 checkpoint-20; echo a > checkpoint-10/w; echo b > checkpoint-20/w; echo c > log"
+    plan = s.plan(run=f"cd $GPU_OUTPUT_DIR; {write}; echo ready; sleep 600")
+    assert s.run(plan, "--yes", "--detach").exit_code == 0
+    eventually(lambda: "ready" in s.gpu("job", "logs", "--json").document["text"])
+    pulled = s.gpu("job", "pull", "J-000001", "--since-step", "10", "--json")
+    assert pulled.exit_code == 0 and pulled.document["files"] == 1 and not pulled.document["final"]
+    outputs = s.root / "gpu-outputs/J-000001"
+    assert sorted(p.name for p in outputs.rglob("*") if p.is_file()) == ["w"]
+    assert (outputs / "checkpoint-20/w").read_text() == "b\n"
+    assert s.gpu("job", "cancel", "--json").exit_code == 0 and (outputs / "log").exists()
+
+
+def test_a_job_goes_on_from_the_checkpoint_of_an_older_one_whose_machine_is_gone(shop):
+    s = shop()
+    first = s.run(s.plan(), "--yes", "--hold-for", "0")
+    assert first.exit_code == 0 and s.burning() == [], first.stderr
+    run = "cat $GPU_RESUME_DIR/checkpoint-10/weights | wc -c > $GPU_OUTPUT_DIR/size"
+    plan = s.plan("--resume-from", "J-000001", run=run)
+    wrong = s.run(plan, "--yes", "--resume-from", "J-000009")
+    assert wrong.exit_code == 125 and wrong.error["code"] == "usage"
+    result = s.run(plan, "--yes", "--hold-for", "0", "--resume-from", "J-000001")
+    assert result.exit_code == 0, result.stderr
+    assert (s.root / "gpu-outputs/J-000002/size").read_text().strip() == "5000"
+
+
+def test_a_checkpoint_that_changed_here_is_refused_before_anything_is_rented(shop):
+    s = shop()
+    assert s.run(s.plan(), "--yes", "--hold-for", "0").exit_code == 0
+    plan = s.plan("--resume-from", "J-000001")
+    (s.root / "gpu-outputs/J-000001/checkpoint-10/weights").write_bytes(b"x" * 5000)
+    result = s.run(plan, "--yes")
+    assert result.exit_code == 125 and result.error["code"] == "checkpoint_changed" and s.creates == 1
+
+
+# helpers ------------------------------------------------------------------------------------------------------------
+
+
+def _die() -> None:
+    raise Died
+
+
+def _rule(s: Shop, fault: str, machine: dict[str, Any], **args: Any) -> dict[str, Any]:
+    match = {"provider": s.vendor, "instance": machine["instance_id"]}
+    return {"match": match, "fault": fault, "args": args, "times": 1}
+
+
+def _stop_at_the_vendor(s: Shop, machine: dict[str, Any]) -> None:
+    s.operator().writer(s.vendor).stop(machine["instance_id"])
+    eventually(lambda: s.operator().reader(s.vendor).machine(machine["instance_id"]).status == "stopped")

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from gpu_skills.jobs.launch import Launch
     from gpu_skills.jobs.pack import Packed
     from gpu_skills.jobs.spec import JobSpec
+    from gpu_skills.jobs.watching import Watch
     from gpu_skills.lifecycle.connect import Link
+    from gpu_skills.lifecycle.machines import Machine
     from gpu_skills.lifecycle.operator import Operator
     from gpu_skills.lifecycle.plan import Plan
 
@@ -57,13 +59,16 @@ def run_plan(
     launched = launch.begin(context.project, op.ledger, context.clock, full, limits, approval.id)
     say(f"{launched.job} is plan {full[:12]}")
     launched, link = _launched(context, op, launched, found, approval, work)
-    return _to_the_end(context, op, launched, found, link, work, detach=detach)
+    watch = _watch(context, op, launched, found, link.machine)
+    watch.joins(link)
+    return _to_the_end(context, op, launched, found, link, watch, work, detach=detach)
 
 
 def _gone_on_with(context: Context, op: Operator, launched: Launch, found: Plan, *, detach: bool) -> Output:
     """Follow a job that has begun, or finish what is left of one that has ended."""
     from gpu_skills.jobs import disposable
-    from gpu_skills.jobs.collect import awake
+    from gpu_skills.jobs.disposable import CancelRequested
+    from gpu_skills.jobs.watching import MachineLost
     from gpu_skills.lifecycle import states
 
     machine = disposable.won_machine(op, launched)
@@ -74,7 +79,12 @@ def _gone_on_with(context: Context, op: Operator, launched: Launch, found: Plan,
         disposable.end_machines(op, launched, why="job_over")
         return _finished(context, op, launched)
     say(f"{launched.job} was launched by this plan: following it on {machine.id}")
-    return _to_the_end(context, op, launched, found, op.connect(awake(machine, launched.job)), _Work(), detach=detach)
+    watch = _watch(context, op, launched, found, machine)
+    try:
+        link = watch.connect()
+    except (MachineLost, CancelRequested) as exc:
+        return _without_machine(context, op, launched, exc)
+    return _to_the_end(context, op, launched, found, link, watch, None, detach=detach)
 
 
 # before ---------------------------------------------------------------------------------------------------------------
@@ -82,11 +92,11 @@ def _gone_on_with(context: Context, op: Operator, launched: Launch, found: Plan,
 
 @dataclass(frozen=True)
 class _Work:
-    """What it takes to submit the job. Empty where a job is only followed."""
+    """What it takes to submit the job."""
 
-    spec: JobSpec | None = None
-    packed: Packed | None = None
-    hf_token: str | None = field(default=None, repr=False)
+    spec: JobSpec
+    packed: Packed
+    hf_token: str | None = field(repr=False)
 
 
 def _prepared(
@@ -184,7 +194,6 @@ def _submitted(context: Context, op: Operator, launched: Launch, found: Plan, li
     from gpu_skills.cli.progress import byte_bar
     from gpu_skills.jobs import disposable
 
-    assert work.spec is not None and work.packed is not None
     with byte_bar(context, "upload", before="comparing", after="verifying") as progress:
         submitted = disposable.submit(
             op, launched, found, link, work.spec, work.packed, hf_token=work.hf_token, progress=progress
@@ -215,48 +224,79 @@ def _cancelled_early(context: Context, op: Operator, launched: Launch) -> None:
 
 
 def _to_the_end(
-    context: Context, op: Operator, launched: Launch, found: Plan, link: Link, work: _Work, *, detach: bool
+    context: Context,
+    op: Operator,
+    launched: Launch,
+    found: Plan,
+    link: Link,
+    watch: Watch,
+    work: _Work | None,
+    *,
+    detach: bool,
 ) -> Output:
     """Everything after the start. Whatever breaks off here, the same command again goes on."""
     from gpu_skills.jobs import disposable
+    from gpu_skills.jobs.disposable import CancelRequested
+    from gpu_skills.jobs.watching import MachineLost
 
     if detach:
         return _detached(context, launched, link)
     while True:
-        ended = _followed(context, op, launched, found, link)
-        if ended is not None:
-            return ended
+        try:
+            link = _followed(context, op, launched, link, watch)
+        except (MachineLost, CancelRequested) as exc:
+            return _without_machine(context, op, launched, exc)
+        except KeyboardInterrupt:
+            _say_it_goes_on(launched, link)
+            return _output(context, op, launched, EXIT_CANCELLED)
         disposable.settle(op, link)
-        if work.spec is None or not disposable.may_try_again(op, launched, link.machine):
-            break
+        if not disposable.may_try_again(op, launched, _machine_now(op, link)):
+            return _collected(context, op, launched, link)
+        work = work or _prepared(context, found, launched.job_timeout_s, (), (), launched)
         before, launched = launched.job, disposable.try_again(op, launched)
         say(f"{before} went down with its container; {launched.job} is its second and last try, on the same machine")
         _submitted(context, op, launched, found, link, work)
-    return _collected(context, op, launched, link)
+        watch = _watch(context, op, launched, found, link.machine)
+        watch.joins(link)
 
 
-def _followed(context: Context, op: Operator, launched: Launch, found: Plan, link: Link) -> Output | None:
-    """Stream to the job's end: None; an Output where somebody stopped watching or the job ended with its machine."""
+def _watch(context: Context, op: Operator, launched: Launch, found: Plan, machine: Machine) -> Watch:
+    from gpu_skills.jobs.watching import Watch
+
+    return Watch(op, launched, found, machine, last_pull=lambda link: _pull_quietly(context, link, launched.job))
+
+
+def _machine_now(op: Operator, link: Link) -> Machine:
+    from gpu_skills.lifecycle import machines
+
+    return machines.find(op.project, link.machine.id) or link.machine
+
+
+def _followed(context: Context, op: Operator, launched: Launch, link: Link, watch: Watch) -> Link:
+    """Stream to the job's end; the link it ended on, which is another one when the machine has moved."""
+    from gpu_skills.jobs.watching import Moved
+
+    while True:
+        try:
+            stream(context, link, launched.job, watch.offset, to_stderr=context.json, watch=watch)
+            return link
+        except Moved:
+            say(f"{link.machine.id} is back at another address")
+            link = watch.connect()
+
+
+def _without_machine(context: Context, op: Operator, launched: Launch, exc: BaseException) -> Output:
+    """The machine is lost, or somebody cancelled from elsewhere while it did not answer."""
     from gpu_skills.jobs import cancelling
-    from gpu_skills.jobs.disposable import CancelRequested
-    from gpu_skills.jobs.watching import MachineLost, Watch
+    from gpu_skills.jobs.watching import MachineLost
 
-    watch = Watch(op, launched, found, link, last_pull=lambda: _pull_quietly(context, link, launched.job))
-    try:
-        stream(context, link, launched.job, 0, to_stderr=context.json, watch=watch)
-    except CancelRequested:
+    if not isinstance(exc, MachineLost):
         cancelling.cancel(op, launched, collect=lambda there, job: _pull(context, there, job))
         return _output(context, op, launched, EXIT_CANCELLED)
-    except KeyboardInterrupt:
-        _say_it_goes_on(launched, link)
-        return _output(context, op, launched, EXIT_CANCELLED)
-    except MachineLost as exc:
-        line = op.ledger.latest(launched.job) or {}
-        if op.ledger.state_of(line) == "timeout":
-            return _output(context, op, launched, EXIT_TIMEOUT)
-        exc.details["job"] = _document(context, op, launched)
-        raise
-    return None
+    if op.ledger.state_of(op.ledger.latest(launched.job) or {}) == "timeout":
+        return _output(context, op, launched, EXIT_TIMEOUT)
+    exc.details["job"] = _document(context, op, launched)
+    raise exc
 
 
 def _collected(context: Context, op: Operator, launched: Launch, link: Link) -> Output:

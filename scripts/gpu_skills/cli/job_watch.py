@@ -62,7 +62,7 @@ def stream(context: Context, link: Any, job_id: str, offset: int, *, to_stderr: 
             texts = [following.gap_notice(piece.gap_bytes)] if piece.gap_bytes else []
             texts += folder.feed(piece.data)
             if watch is not None:
-                watch.piece(piece.status)
+                watch.piece(piece.status, piece.next)
             if status is not None:
                 status.see(piece.status, folder.unfinished())
             if texts:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gpu_skills.lifecycle.approvals import Approval
 
 DEFAULT_HOLD_S = 1800.0
-DESTROY_WAIT_S = 240.0
+DESTROY_WAIT_S = 600.0
 DEADLINE_REASON = "max_lease"
 CANCEL_LOOK_S = 1.0
 
@@ -289,7 +289,10 @@ def may_try_again(op: Operator, launched: Launch, machine: Machine) -> bool:
     line = op.ledger.latest(launched.job)
     if line is None or op.ledger.state_of(line) != "lost":
         return False
-    return line.get("reason") in ("reboot", "never_started", "machine_forgot") and _has_time(op, machine)
+    went_down = line.get("reason") == "runner_vanished" and {"outbid", "preempted"} & set(machine.conditions)
+    if not went_down and line.get("reason") not in ("reboot", "never_started", "machine_forgot"):
+        return False
+    return _has_time(op, machine)
 
 
 def _has_time(op: Operator, machine: Machine) -> bool:

@@ -6,6 +6,7 @@ whether it is still there; three of them that say no, and the machine is lost.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +15,8 @@ from typing import Any
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import GpuError, RemoteError, one_line
 from gpu_skills.jobs import disposable, observe
+from gpu_skills.jobs.collect import awake
+from gpu_skills.jobs.follow import RECONNECT_FOR_S
 from gpu_skills.jobs.launch import Launch
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle import machines
@@ -27,12 +30,13 @@ from gpu_skills.units import format_duration
 
 POLL_S = 15.0
 LOOKS = 3
-RESUMES_WITHIN_S = 600.0  # an outbid machine may come back by itself
+RESUMES_WITHIN_S = 480.0  # an outbid machine may come back by itself; less than following a broken connection lasts
 TIMES_EXPECTED = 2.0
 NEAR_DEADLINE = timedelta(minutes=5)
 LAST_PULL = timedelta(minutes=5)
 EXPECTED_EXCEEDED = "expected_exceeded"
 _HERE = ("booting", "running")
+TAKEN_AWAY = ("outbid", "preempted")
 
 
 class MachineLost(RemoteError):
@@ -51,18 +55,32 @@ class Preempted(MachineLost):
     next_step = "gpu plan --freeze"
 
 
+class Moved(Exception):
+    """The machine is back at another address: connect again, with the record as it is now."""
+
+
 class Watch:
-    """One job's. `piece` gets what the machine says of the job, `silence` is called while it says nothing."""
+    """One job's. `piece` gets what the machine says of the job, `silence` is called while it says nothing.
+
+    offset: how much of the log was seen. last_pull: called once, shortly before the machine's end.
+    """
 
     def __init__(
-        self, op: Operator, launched: Launch, found: Plan, link: Link, *, last_pull: Callable[[], None] = lambda: None
+        self,
+        op: Operator,
+        launched: Launch,
+        found: Plan,
+        machine: Machine,
+        *,
+        last_pull: Callable[[Link], None] = lambda link: None,
     ):
         self._op = op
         self._launched = launched
         self._plan = found
-        self._link = link
-        self._machine = link.machine
-        self._last_pull: Callable[[], None] | None = last_pull
+        self._machine = machine
+        self._link: Link | None = None
+        self.offset = 0
+        self._last_pull: Callable[[Link], None] | None = last_pull
         self._folder = JobFolder(op.project, launched.job)
         self._stall_s = ((found.job or {}).get("progress") or {}).get("stall_s")
         self._told_of_time = any(e.get("event") == EXPECTED_EXCEEDED for e in _events(self._folder))
@@ -73,7 +91,30 @@ class Watch:
         self._asked_at_s: float | None = None
         self._away = 0
 
-    def piece(self, status: dict[str, Any]) -> None:
+    def connect(self) -> Link:
+        """A link to the machine, with as much patience as a broken connection gets later on."""
+        ends_s, pause_s = self._op.clock.monotonic() + RECONNECT_FOR_S, 1.0
+        while True:
+            machine = machines.find(self._op.project, self._machine.id) or self._machine
+            self._machine = machine
+            try:
+                self._link = self._op.connect(awake(machine, self._launched.job))
+                return self._link
+            except RemoteError as exc:
+                if not exc.retryable or self._op.clock.monotonic() >= ends_s:
+                    raise
+            with contextlib.suppress(Moved):
+                self.silence()
+            self._op.clock.sleep(pause_s)
+            pause_s = min(pause_s * 2, 30.0)
+
+    def joins(self, link: Link) -> Link:
+        """Watch over a link that is there already."""
+        self._link = link
+        return link
+
+    def piece(self, status: dict[str, Any], offset: int) -> None:
+        self.offset = offset
         self._heard_at_s, self._heard_at = self._op.clock.monotonic(), self._op.clock.now()
         self._away, self._asked_at_s = 0, None
         self._look_at_the_time(status)
@@ -81,7 +122,10 @@ class Watch:
         self._look_at_the_end(status)
 
     def silence(self) -> None:
-        """Raises MachineLost or Preempted once the provider has said so often enough, CancelRequested on a cancel."""
+        """Raises MachineLost or Preempted once the provider has said so often enough, CancelRequested on a cancel.
+
+        Moved when it is to be reached elsewhere now.
+        """
         disposable.require_wanted(self._op, self._launched)
         now_s = self._op.clock.monotonic()
         if self._asked_at_s is not None and now_s - self._asked_at_s < POLL_S:
@@ -95,8 +139,10 @@ class Watch:
         seen = next((one for one in listed if one.instance_id == self._machine.instance_id), None)
         if seen is not None and seen.status in _HERE:
             self._away = 0
+            self._follow_address(seen)
             return
         self._away += 1
+        self._note_condition(seen)
         if self._away < LOOKS or self._may_come_back(seen, now_s):
             return
         self._lost(seen)
@@ -129,26 +175,51 @@ class Watch:
         if is_still and not self._told_of_standstill:
             facts = {"unit": one_line(str(progress["unit"]), limit=80), "stalled_s": progress["stalled_s"]}
             self._op.notify("job_stalled", self._launched.job, **facts, rate_usd_hr=self._machine.rate_usd_hr)
-            try:
-                observe.sync_events(self._op.project, self._link, self._launched.job)
-            except RemoteError:
-                pass  # the next look brings them
+            if self._link is not None:
+                with contextlib.suppress(RemoteError):  # the next look brings them
+                    observe.sync_events(self._op.project, self._link, self._launched.job)
         self._told_of_standstill = is_still
 
     def _look_at_the_end(self, status: dict[str, Any]) -> None:
         """Shortly before its machine ends a running job is collected once: afterwards there may be nothing to ask."""
         ends = (self._machine.session or {}).get("deadline_at")
-        if self._last_pull is None or ends is None or status["state"] != "running":
+        if self._last_pull is None or self._link is None or ends is None or status["state"] != "running":
             return
         margin = min(LAST_PULL, (parse_timestamp(ends) - self._began_at) / 4)
         if self._op.clock.now() >= parse_timestamp(ends) - margin:
             pull, self._last_pull = self._last_pull, None
-            pull()
+            pull(self._link)
 
     # when it does not -----------------------------------------------------------------------------------------------
 
+    def _follow_address(self, seen: Instance) -> None:
+        """After a stop and a start a machine may have another port."""
+        known = self._machine.endpoint
+        ways = [way.endpoint for way in seen.ways if way.carries_commands]
+        if seen.status != "running" or not ways or known is None:
+            return
+        if any((way.host, way.port) == (known.host, known.port) for way in ways):
+            return
+        there = replace(ways[0], identity_file=known.identity_file)
+        self._machine = machines.update(
+            self._op.project, self._machine.id, lambda found: replace(found, endpoint=there), clock=self._op.clock
+        )
+        raise Moved
+
+    def _note_condition(self, seen: Instance | None) -> None:
+        """That it was taken away, also when it comes back: what ran on it then has gone down with it."""
+        why = self._reason(seen)
+        if why in TAKEN_AWAY and why not in self._machine.conditions:
+
+            def marked(found: Machine) -> Machine:
+                return replace(found, conditions=tuple(dict.fromkeys((*found.conditions, why))))
+
+            self._machine = machines.update(self._op.project, self._machine.id, marked, clock=self._op.clock)
+
     def _may_come_back(self, seen: Instance | None, now_s: float) -> bool:
-        is_paused = seen is not None and seen.status == "stopped" and "outbid" in seen.conditions
+        """An interruptible machine whose bid is the highest again starts by itself. Not every provider says `outbid`."""
+        is_paused = seen is not None and seen.status in ("stopping", "stopped", "unknown")
+        is_paused = is_paused and self._reason(seen) in TAKEN_AWAY
         return is_paused and not self._is_past_deadline() and now_s - self._heard_at_s < RESUMES_WITHIN_S
 
     def _is_past_deadline(self) -> bool:
@@ -158,9 +229,9 @@ class Watch:
     def _lost(self, seen: Instance | None) -> None:
         """Write down what was found, end the job by it, and say so."""
         reason = self._reason(seen)
-        machine = note_loss(self._op, self._machine, reason)
+        machine = note_loss(self._op, self._machine)
         self._op.settle_jobs(machine.id, reason, at=self._heard_at)
-        kind = Preempted if reason in ("outbid", "preempted") else MachineLost
+        kind = Preempted if reason in TAKEN_AWAY else MachineLost
         raise kind(host=machine.host, job=self._launched.job, reason=reason, machine=machine.id)
 
     def _reason(self, seen: Instance | None) -> str:
@@ -173,16 +244,10 @@ class Watch:
         return "machine_gone" if seen is None else "machine_stopped"
 
 
-def note_loss(op: Operator, machine: Machine, reason: str) -> Machine:
-    """Put the condition on record and let `reconcile` write what the machine is now, and book it."""
+def note_loss(op: Operator, machine: Machine) -> Machine:
+    """Let `reconcile` write down what the machine is now, and book it."""
     from gpu_skills.lifecycle import reconcile
 
-    if reason in ("outbid", "preempted"):
-
-        def marked(found: Machine) -> Machine:
-            return replace(found, conditions=tuple(dict.fromkeys((*found.conditions, reason))))
-
-        machine = machines.update(op.project, machine.id, marked, clock=op.clock)
     try:
         reconcile.run(op, [machine.provider])
     except GpuError as exc:

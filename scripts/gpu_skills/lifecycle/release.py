@@ -116,7 +116,7 @@ def _until_gone(
     ends = op.clock.monotonic() + wait_s
     failures = refusals = looks = 0
     while True:
-        pause_s = PAUSE_BETWEEN_LOOKS_S
+        pause_s = _pause_between_looks_s(op, machine)
         try:
             step = _act_on(op, machine, seen if not looks else look(op, machine))
         except AuthRejected:
@@ -263,6 +263,14 @@ def _settle(op: Operator, approval_id: str, machine_id: str) -> None:
 def is_booked(op: Operator, machine: Machine) -> bool:
     """Whether nothing is left to do about a machine that is gone."""
     return bool(intents.observations(op.project, "machine_booked", machine_id=machine.id))
+
+
+def _pause_between_looks_s(op: Operator, machine: Machine) -> float:
+    """A young machine has to stay away for longer: as many looks, so the provider is asked no more often."""
+    created_at = _moment(machine.created_at)
+    if created_at is not None and op.clock.now() - created_at < absence.YOUNG:
+        return absence.YOUNG_SPAN.total_seconds() / (absence.LOOKS - 1)
+    return PAUSE_BETWEEN_LOOKS_S
 
 
 def _pause_after(exc: GpuError, failures: int) -> float:
