@@ -164,6 +164,18 @@ def test_a_plan_edited_by_hand_is_refused(plan, place):
     assert (result.exit_code, result.error["code"]) == (4, "plan_changed")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"job": {}}, {"job": {"run": 7}}, {"job": {"run": "x", "exclude": [1]}}, {"capacity": {}}, {"deadline_s": 1e400}],
+)
+def test_a_draft_that_was_edited_into_nonsense_is_named_and_breaks_nothing(plan, place, wrong):
+    name = plan("--json", "--", "python", "train.py").document["name"]
+    path = place / f".pi/gpu/plans/{name}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
+    result = plan("--json", name)
+    assert result.exit_code == 2 and result.error["code"] in ("schema_invalid", "state_invalid")
+
+
 def test_a_command_that_repeats_the_value_of_a_secret_is_refused_without_repeating_it(plan):
     result = plan("--env", "TOKEN=abcdefghijkl", "--", "python", "train.py", "--token", "abcdefghijkl")
     assert result.exit_code == 2 and "abcdefghijkl" not in result.stdout + result.stderr
@@ -177,6 +189,7 @@ def test_a_command_that_repeats_the_value_of_a_secret_is_refused_without_repeati
         (("draft-12345678",), "there is no plan"),
         (("draft-oops",), "there is no plan"),
         ((), "no command"),
+        (("--download-gb", "nan", "--", "x"), "--download-gb"),
     ],
 )
 def test_a_wrong_call_is_named(plan, args, said):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpu_skills import schemas
 from gpu_skills.clock import parse_timestamp
@@ -253,6 +256,21 @@ def test_an_immediate_plan_holds_an_hour_and_a_waiting_one_until_its_attempts_en
     assert any("in the foreground, 3h20m at most" in w and "price may change" in w for w in made.warnings)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    rate=st.decimals("0.01", 50, places=6), storage=st.decimals(0, 1, places=6), traffic=st.decimals(0, 20, places=6),
+    failures=st.integers(1, 5), budget=st.decimals("0.01", 500, places=2),
+)  # fmt: skip
+def test_what_a_budget_buys_never_comes_to_more_than_the_budget(rate, storage, traffic, failures, budget):
+    money = planning._Money(rate, storage, 86400.0, traffic, failures, 43200.0, "max_lease")
+    buys_s = money.buys_s(budget)
+    assert buys_s is not None
+    if buys_s >= planning.SHORTEST_S:
+        assert replace(money, deadline_s=float(int(buys_s))).worst_usd <= budget
+    longer = replace(money, deadline_s=buys_s + planning.SETUP_CAP_S)
+    assert longer.worst_usd > budget  # and it is not much less either
+
+
 # waiting ----------------------------------------------------------------------------------------------------------
 
 
@@ -284,6 +302,13 @@ def test_waiting_without_an_offer_or_any_ceiling_has_no_price(vast):
     ceilings(vast, rate_usd_hr=None)
     error = refused(plan_job, vast, "compute: {gpu: RTX 3090, capacity: {mode: wait}}")
     assert codes(error) == ["no_price"]
+
+
+def test_a_wait_lasts_for_all_classes_of_a_plan_together(vast):
+    text = "compute: {gpu: RTX 3090, candidates: [RTX 4090], capacity: {mode: wait, attempts: 3, interval: 10s}}"
+    made = plan_job(vast, text)
+    assert made.capacity["attempts"] == 3 and [c.gpu for c in made.tried] == ["RTX 3090", "RTX 4090"]
+    assert parse_timestamp(made.expires_at) - parse_timestamp(made.measured_at) == timedelta(hours=1)
 
 
 # refusals ---------------------------------------------------------------------------------------------------------
