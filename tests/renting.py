@@ -3,6 +3,7 @@ played where there are no containers."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
@@ -60,6 +61,14 @@ def rent(r, plan: Plan | None = None, **changes: Any) -> provision.Provisioned:
     return provision.provision(r.op, *approved(r, plan, **changes))
 
 
+def roomy(r, machines: int = 100) -> None:
+    """A policy under which many may be rented at once."""
+    path = r.project.path("policy.json")
+    policy = json.loads(path.read_text())
+    policy["ceilings"]["machines"] = machines
+    path.write_text(json.dumps(policy))
+
+
 class PlayedMachine:
     """The far end of a connection where the sandbox has no containers: it is what the vendor says it is.
 
@@ -86,6 +95,9 @@ class PlayedMachine:
 
     def _probe(self, args: dict[str, Any]) -> dict[str, Any]:
         report = self.r.sandbox.world.gpu_report(self.instance)
+        if report["failed"]:
+            error = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+            return {"python": "3.11.7", "bash": True, "rsync": None, "gpus": [], "gpu_error": error}
         gpus = [
             {"index": n, "name": g["name"], "vram_mib": g["memory_mib"], "driver": report["driver_version"]}
             for n, g in enumerate(report["gpus"])
@@ -122,7 +134,7 @@ def play_machines(r, change: Any = None) -> list[PlayedMachine]:
         world = r.sandbox.world
         with world.lock:
             instance = next(i for i in world.instances.values() if str(i.id) == machine.host)
-            is_up = instance.phase == "running" and "dead_ssh" not in instance.faults
+            is_up = instance.phase == "running" and not {"dead_ssh", "offline"} & set(instance.faults)
             if not is_up or (machine.endpoint and machine.endpoint.port != instance.port):
                 raise Unreachable(host=machine.host, reason="Connection refused")
         found = PlayedMachine(r, instance, machine)

@@ -49,6 +49,15 @@ def take(op: Operator, provider: str, offer: Offer, intent: str) -> bool:
     return is_ours
 
 
+def release(op: Operator, provider: str, intent: str) -> None:
+    """Give a claim back: nothing was taken, and the offer is as good as before."""
+
+    def without(before: Any) -> list[dict[str, Any]]:
+        return [_record(claim) for claim in _read(before, op.clock.now()) if claim.intent != intent]
+
+    files.update(_path(op, provider), without, default=[])
+
+
 def still_held(op: Operator, provider: str, offer: Offer, intent: str) -> bool:
     """Whether the claim stands: looked at just before the request leaves, since a computer may have slept meanwhile."""
     return any(claim.offer_id == offer.offer_id and claim.intent == intent for claim in current(op, provider))

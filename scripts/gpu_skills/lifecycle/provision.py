@@ -246,15 +246,10 @@ class _Launch:
         left = [a for a in run.attempts if a.result != "refused" and not a.is_over]
         if left:
             raise TeardownIncomplete(machines=", ".join(a.machine_id for a in left))
-        failed = sum(a.result == "failed" for a in run.attempts)
-        if failed >= self._most_failures:
+        # So many may fail before one does not: what they cost is in the worst case that was approved.
+        if sum(a.result == "failed" for a in run.attempts) > self.plan.setup_failures_max:
             raise self._exhausted()
         receipts.require_recent(self.op, self.plan.provider)
-
-    @property
-    def _most_failures(self) -> int:
-        """Set-ups that may fail, as the worst case of the plan counts them."""
-        return int(getattr(self.plan, "setup_failures_max", None) or max(1, len(self.plan.tried)))
 
     def _attempt(self, offer: Offer) -> Ready | str:
         """One create and what follows from it: a ready machine, or `refused`, `failed` or `taken`."""
@@ -278,7 +273,7 @@ class _Launch:
             self._interrupted_while_asking(attempt)
             raise
         if isinstance(made, creation.Refused):
-            return self._after_refusal(offer, made.problem)
+            return self._after_refusal(attempt, offer, made.problem)
         if made.problem is not None:
             self._failed(attempt, made.machine, made.problem)
             return "failed"
@@ -306,7 +301,7 @@ class _Launch:
             with contextlib.suppress(GpuError, OSError):
                 link.close()
 
-    def _after_refusal(self, offer: Offer, problem: GpuError) -> str:
+    def _after_refusal(self, attempt: Attempt, offer: Offer, problem: GpuError) -> str:
         """Which refusals another offer may cure; the others end this call, and the approval is not burnt."""
         self.last_problem = problem
         if isinstance(problem, NoCapacity | DiskUnspecified):
@@ -317,6 +312,7 @@ class _Launch:
             pause_s = min(float(asked) if isinstance(asked, int | float) else 15.0, LONGEST_PAUSE_S)
             self.op.say(f"{offer.provider} wants to be asked less often: going on in {format_duration(pause_s)}")
             self._tried.discard(offer.offer_id)
+            claims.release(self.op, self.plan.provider, attempt.intent)
             self.op.clock.sleep(pause_s)
             return "refused"
         raise self._ended(problem)
