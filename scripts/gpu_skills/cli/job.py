@@ -129,7 +129,7 @@ def run(
         )
     _say_packed(packed)
     with spinner(context, "set-up") as step:
-        link = context.ready_machine(progress=step)
+        link = context.ready_machine(progress=step, yes=flags["yes"])
     with byte_bar(context, "upload", before="comparing", after="verifying") as progress:
         report = submit.send(context.project, link, packed, progress)
     where = f"{link.machine.host}" + (f" ({link.machine.gpu})" if link.machine.gpu else "")

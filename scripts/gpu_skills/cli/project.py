@@ -8,6 +8,7 @@ import click
 
 from gpu_skills.cli.base import command
 from gpu_skills.cli.context import Context
+from gpu_skills.cli.durations import DURATION
 from gpu_skills.cli.output import Output, table
 from gpu_skills.units import format_usd, json_number, usd
 
@@ -53,13 +54,24 @@ def init(
     )
 
 
-@command("setup", example="gpu setup", exits="0 ready · 1 failed · 2 usage · 3 refused · 5 no machine fits")
-def setup(context: Context) -> Output:
-    """Make the project's machine ready. On local and ssh this costs nothing; repeating is safe."""
+@command(
+    "setup",
+    example="gpu setup",
+    exits="0 ready · 1 failed · 2 usage · 3 refused · 4 a person has to agree · 5 no machine fits · 6 uncertain",
+)
+@click.option(
+    "--yes", is_flag=True, help="The user's explicit instruction to rent; GPU, rate and deadline are printed."
+)
+def setup(context: Context, yes: bool) -> Output:
+    """Make the project's machine ready; repeating is safe. Costs nothing on local and ssh; on vast and runpod it bills.
+
+    There it plans from gpu.yaml, says GPU, rate, deadline and worst case, and needs one approval for each start: a yes
+    on the terminal, --yes, or `gpu approve`. A machine that is ready needs none.
+    """
     from gpu_skills.cli.progress import spinner
 
     with spinner(context, "set-up") as step:
-        link = context.ready_machine(progress=step)
+        link = context.ready_machine(progress=step, yes=yes)
     document = machine_document(link.machine)
     return Output({"machine": document}, "ready: " + machine_line(document))
 
@@ -100,28 +112,40 @@ def status(context: Context) -> Output:
     return Output(document, "\n".join(lines))
 
 
-@command("destroy", example="gpu destroy", exits="0 done · 1 failed · 3 a job runs or outputs are not collected")
+@command(
+    "destroy",
+    example="gpu destroy",
+    exits="0 done · 1 failed · 3 a job runs or outputs are not collected · 5 provider · 6 not proven gone yet",
+)
 @click.option(
     "--abandon-outputs",
     multiple=True,
     metavar="JOB",
     help="The user's explicit instruction to lose this job's outputs.",
 )
-def destroy(context: Context, abandon_outputs: tuple[str, ...]) -> Output:
-    """Give the project's machine back; your own host stays up. Refused while a job runs or outputs are uncollected."""
-    from gpu_skills.jobs import release
-    from gpu_skills.lifecycle import machines
+@click.option("--wait", type=DURATION, metavar="TIME", help="Wait so long for the proof that a rented one is gone.")
+def destroy(context: Context, abandon_outputs: tuple[str, ...], wait: float | None) -> Output:
+    """End the project's machine: a rented one is destroyed, a host of yours stays up. Spends nothing.
 
-    released = []
+    Refused while a job runs on it or outputs are not collected. Machines made for one job end with their job.
+    """
+    from gpu_skills.jobs import release
+    from gpu_skills.lifecycle import machines, states
+
+    released, left = [], []
     for machine in machines.all_machines(context.project):
-        if machine.status in ("destroyed", "lost"):
+        if machine.status in states.FINAL:
             continue
-        released.append(
+        if not machine.is_rented:
             release.give_back(context.project, context.ledger, context.clock, context.connect, machine, abandon_outputs)
-        )
-    document = {"released": released}
-    text = "\n".join(f"{m} given back" for m in released) or "nothing to give back"
-    return Output(document, text)
+            released.append(machine.id)
+        elif machine.machine_class == "project":
+            status = release.destroy(context.operator, machine, abandon=abandon_outputs, wait_s=wait)
+            (released if status == "destroyed" else left).append(machine.id)
+    lines = [f"{machine} given back" for machine in released]
+    lines += [f"{machine} is not proven gone yet and counts as burning; next: gpu reconcile" for machine in left]
+    document = {"released": released, "terminating": left, "next_step": "gpu reconcile" if left else None}
+    return Output(document, "\n".join(lines) or "nothing to give back", exit_code=6 if left else 0)
 
 
 def machine_document(machine: Any) -> dict[str, Any]:

@@ -157,6 +157,16 @@ def read(project: Project, plan_sha256: str) -> Lines:
     return Lines(list(reversed(found.values()))[:MAX_LOOKED_AT], echoed, passed_over)
 
 
+def plans_named(project: Project) -> list[str]:
+    """Names of the plans that some line is about, the newest first and each once. Whether one is allowed, `find` says."""
+    found: dict[str, None] = {}
+    for _offset, _number, record in journal.scan(project.path(APPROVALS)):
+        if not isinstance(record, journal.Problem) and problem(record) is None:
+            found.pop(record["plan_sha256"], None)
+            found[record["plan_sha256"]] = None
+    return list(reversed(found))[:MAX_LOOKED_AT]
+
+
 def problem(record: dict[str, Any]) -> str | None:
     """What keeps a record from being an approval, None: nothing. Whether it holds is another question."""
     if not quick_check.fits(record, "approvals"):

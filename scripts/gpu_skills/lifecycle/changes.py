@@ -40,7 +40,9 @@ def start_plan(
 def extend_plan(op: Operator, machine: Machine, until: datetime) -> ActionPlan:
     """To move the deadline of a running machine to a later moment. PlanRefused past the policy's longest deadline."""
     if machine.deadline_at is None:
-        raise ConflictingState(provider=machine.provider, what="extend", reason=f"{machine.id} has no deadline")
+        raise ConflictingState(
+            provider=machine.provider, what="extend", instance_id=machine.instance_id, reason="it has no deadline"
+        )
     before = parse_timestamp(machine.deadline_at)
     if until <= before:
         reason = f"{timestamp(until)} is not later than the deadline it has, {machine.deadline_at}"
@@ -48,9 +50,8 @@ def extend_plan(op: Operator, machine: Machine, until: datetime) -> ActionPlan:
     ceiling_s = _ceiling_s(op)
     left_s = (until - op.clock.now()).total_seconds()
     if ceiling_s is not None and left_s > ceiling_s:
-        reason = (
-            f"the policy allows a deadline of {format_duration(ceiling_s)} from now, asked {format_duration(left_s)}"
-        )
+        asked, allowed = format_duration(left_s), format_duration(ceiling_s)
+        reason = f"it would end {asked} from now, the policy allows {allowed}"
         raise PlanRefused(summary=reason, reasons=[{"code": "over_ceiling", "message": reason}])
     rate, storage = _rates(op, machine)
     return _frozen(op, machine, "extend", until, rate, storage)
@@ -96,7 +97,7 @@ def _rates(op: Operator, machine: Machine) -> tuple[Decimal, Decimal]:
     """(running, stopped) in USD an hour as the provider shows them now, by the dearer reading."""
     seen = op.reader(machine.provider).machine(machine.instance_id) if machine.instance_id is not None else None
     if seen is None:
-        raise InstanceAbsent(provider=machine.provider, instance=machine.instance_id or machine.id)
+        raise InstanceAbsent(provider=machine.provider, instance_id=machine.instance_id or machine.id)
     rates = [rate for rate in (seen.rate_usd_hr, machine.rate_usd_hr) if rate]
     storages = [rate for rate in (seen.storage_usd_hr, machine.storage_usd_hr) if rate is not None]
     return max(rates, default=Decimal(0)), max(storages, default=Decimal(0))

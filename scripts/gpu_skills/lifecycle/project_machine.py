@@ -10,8 +10,22 @@ from decimal import Decimal
 
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.config import GpuConfig
-from gpu_skills.errors import CannotSatisfy, GpuError, MachinePending
-from gpu_skills.lifecycle import fuse, machines, plan, planning, provision, reconcile, runs, states
+from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, GpuError, MachinePending, UsageError
+from gpu_skills.lifecycle import (
+    actions,
+    approval_record,
+    approvals,
+    changes,
+    fuse,
+    machines,
+    plan,
+    planning,
+    provision,
+    reconcile,
+    runs,
+    states,
+)
+from gpu_skills.lifecycle.actions import ActionPlan
 from gpu_skills.lifecycle.approvals import Approval, Ask, ask_of_plan
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import VRAM_TOLERANCE, Machine
@@ -67,20 +81,62 @@ def _still_runs(op: Operator, machine: Machine) -> bool:
 
 
 def _rent(op: Operator, config: GpuConfig, agree: Agree) -> Link:
-    wanted = planning.plan_project(op, config)
-    name = plan.freeze(op.project, wanted)
-    name, frozen = plan.load(op.project, name)
+    name, frozen = _approved_plan(op, config) or _fresh_plan(op, config)
     return provision.provision(op, name, frozen, agree(ask_of_plan(name, frozen))).link
 
 
-def _start(op: Operator, config: GpuConfig, machine: Machine, agree: Agree) -> Link:
-    from gpu_skills.lifecycle import changes
+def _fresh_plan(op: Operator, config: GpuConfig) -> tuple[str, Plan]:
+    return plan.load(op.project, plan.freeze(op.project, planning.plan_project(op, config)))
 
-    _require_fit(config, machine)
-    wanted = changes.start_plan(
-        op, machine, lasts_s=config.lifecycle.max_lifetime_s, session_usd=config.budget.session_usd
+
+def _approved_plan(op: Operator, config: GpuConfig) -> tuple[str, Plan] | None:
+    """The plan that a person said yes to since an earlier call asked for it, if it is still for what gpu.yaml says."""
+    for sha256 in approval_record.plans_named(op.project):
+        try:
+            name, wanted = actions.load(op.project, sha256)
+            if isinstance(wanted, Plan) and _is_for(wanted, config):
+                approvals.find(op, ask_of_plan(name, wanted))
+                return name, wanted
+        except (ApprovalNeeded, UsageError):  # not of a plan to rent, or void: a fresh one is asked for
+            continue
+    return None
+
+
+def _is_for(frozen: Plan, config: GpuConfig) -> bool:
+    need = config.compute
+    wanted = {gpu for gpu in (need.gpu, *need.candidates) if gpu}
+    return (
+        frozen.machine_class == "project"
+        and frozen.provider == config.provider
+        and frozen.image == need.image
+        and frozen.disk_gb >= need.disk_gb
+        and frozen.gpu_count == need.gpu_count
+        and frozen.min_vram_gb == need.min_vram_gb
+        and (need.max_rate_usd_hr is None or frozen.max_rate_usd_hr <= need.max_rate_usd_hr)
+        and (not wanted or all(any(same_model(gpu, c.gpu) for gpu in wanted) for c in frozen.tried))
     )
+
+
+def _start(op: Operator, config: GpuConfig, machine: Machine, agree: Agree) -> Link:
+    _require_fit(config, machine)
+    standing = _approved_start(op, machine)
+    if standing is not None:
+        return provision.restart(op, machine, standing).link
+    lasts_s, session_usd = config.lifecycle.max_lifetime_s, config.budget.session_usd
+    wanted = changes.start_plan(op, machine, lasts_s=lasts_s, session_usd=session_usd)
     return provision.restart(op, machine, agree(wanted.ask())).link
+
+
+def _approved_start(op: Operator, machine: Machine) -> Approval | None:
+    """A yes to its start that was given since an earlier call asked for it."""
+    for sha256 in approval_record.plans_named(op.project):
+        try:
+            _, wanted = actions.load(op.project, sha256)
+            if isinstance(wanted, ActionPlan) and (wanted.action, wanted.machine_id) == ("start", machine.id):
+                return approvals.find(op, wanted.ask())
+        except (ApprovalNeeded, UsageError):
+            continue
+    return None
 
 
 def _go_on(op: Operator, machine: Machine, agree: Agree) -> Link:
@@ -97,14 +153,12 @@ def _link_to(op: Operator, config: GpuConfig, machine: Machine) -> Link:
     link = op.connect(machine)
     try:
         frozen = _plan_of(op, machine)
-        deadline_at = (
-            None if machine.deadline_at is None else fuse.session_deadline(parse_timestamp(machine.deadline_at))
-        )
+        ends = machine.deadline_at
         machines.open_rented_session(
             op.project,
             link,
             clock=op.clock,
-            deadline_at=deadline_at,
+            deadline_at=None if ends is None else fuse.session_deadline(parse_timestamp(ends)),
             reason=(frozen.deadline_reason if frozen is not None else None) or "max_lifetime",
             idle_timeout_s=config.lifecycle.idle_timeout_s if frozen is None else frozen.idle_timeout_s,
         )
@@ -131,12 +185,10 @@ def _require_fit(config: GpuConfig, machine: Machine) -> None:
         and Decimal(str(machine.disk_gb or need.disk_gb)) >= Decimal(str(need.disk_gb))
     )
     if not fits:
-        wanted = (
-            f"{need.gpu_count} × {need.gpu or 'GPU'} with {need.min_vram_gb or 0:g} GB, {need.disk_gb:g} GB of disk"
-        )
+        gpus = f"{need.gpu_count} × {need.gpu or 'GPU'} with {need.min_vram_gb or 0:g} GB"
         raise CannotSatisfy(
             provider=machine.id,
             found=f"{machines.describe_gpus(machine)}, {machine.disk_gb or 0:g} GB of disk",
-            wanted=wanted,
+            wanted=f"{gpus}, {need.disk_gb:g} GB of disk",
             next_step="gpu destroy, then gpu setup: what is rented does not change its shape",
         )
