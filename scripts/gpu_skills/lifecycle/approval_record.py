@@ -158,7 +158,7 @@ def read(project: Project, plan_sha256: str) -> Lines:
 
 
 def plans_named(project: Project) -> list[str]:
-    """Names of the plans that some line is about, the newest first and each once. Whether one is allowed, `find` says."""
+    """Names of the plans that some line is about, newest first, each once. Whether one is allowed, `find` says."""
     found: dict[str, None] = {}
     for _offset, _number, record in journal.scan(project.path(APPROVALS)):
         if not isinstance(record, journal.Problem) and problem(record) is None:
