@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from gpu_skills.cli.context import Context
@@ -329,7 +330,7 @@ def _collected(context: Context, op: Operator, launched: Launch, link: Link) -> 
 def _held(context: Context, op: Operator, launched: Launch, link: Link) -> str | None:
     """Hold the machine for review; how that ended, None without a hold."""
     from gpu_skills.jobs import disposable, hold, launch
-    from gpu_skills.lifecycle import machines, states
+    from gpu_skills.lifecycle import keeping, machines, states
 
     until = disposable.keep(op, launched, link)
     if until is None:
@@ -348,7 +349,11 @@ def _held(context: Context, op: Operator, launched: Launch, link: Link) -> str |
         now = machines.find(op.project, machine.id)
         return now is None or now.status in states.FINAL or launch.is_cancelled(op.project, launched.plan)
 
-    return hold.review(context.clock, until, tell=tell, is_ended=is_ended)
+    def held_until() -> datetime:
+        """Or longer, when somebody has said so by `gpu machine hold`."""
+        return keeping.held_until(_machine_now(op, link), context.clock.now()) or until
+
+    return hold.review(context.clock, held_until, tell=tell, is_ended=is_ended)
 
 
 def _let_go(context: Context, op: Operator, launched: Launch) -> str:

@@ -21,9 +21,7 @@ from gpu_skills.clock import Clock, parse_timestamp, timestamp
 from gpu_skills.errors import (
     ApprovalInvalid,
     GpuError,
-    JobRunning,
     MissingCredential,
-    NotCollected,
     Refused,
     Uncertain,
     UsageError,
@@ -32,6 +30,7 @@ from gpu_skills.jobs import launch, observe, staging
 from gpu_skills.jobs.launch import Launch, Limits
 from gpu_skills.jobs.pack import Packed
 from gpu_skills.jobs.records import JobFolder
+from gpu_skills.jobs.release import gate
 from gpu_skills.jobs.spec import JobSpec, Progress
 from gpu_skills.jobs.submit import Submitted, send, start
 from gpu_skills.lifecycle import intents, machines, plan, runs, states
@@ -334,27 +333,15 @@ def keep(op: Operator, launched: Launch, link: Link | None) -> datetime | None:
     return until if until > op.clock.now() else None
 
 
-def gate(op: Operator, launched: Launch, machine: Machine) -> list[Refused]:
-    """What stands against the end of a job's machine: a job that runs there, outputs that are nowhere else."""
-    running = op.running_jobs(machine.id)
-    if running:
-        return [JobRunning(job=running[0])]
-    lost = op.unverified(machine.id)
-    if lost:
-        return [NotCollected(jobs=", ".join(lost), next_step=f"gpu job pull {lost[0]} --force")]
-    return []
-
-
 def let_go(op: Operator, launched: Launch, *, why: str = "job_over") -> str:
     """Destroy the launch's machine, unless something would be lost; the state it is in then.
 
-    Raises JobRunning or NotCollected, and MachineUnconfirmed when the provider gives no clear answer.
+    Raises JobRunning, NotCollected or Protected, and MachineUnconfirmed when the provider gives no clear answer.
     """
     machine = won_machine(op, launched)
-    if machine is None:
-        return "destroyed"
-    for obstacle in gate(op, launched, machine):
-        raise obstacle
+    if machine is not None and machine.status not in ("terminating", *states.FINAL):
+        for obstacle in gate(op, machine):
+            raise obstacle
     return end_machines(op, launched, why=why)
 
 
@@ -383,7 +370,9 @@ def end_machines(op: Operator, launched: Launch, *, why: str, wait_s: float = DE
             continue
         try:
             state = release.destroy(op, machine, why=why, wait_s=wait_s)
-        except (Refused, GpuError) as exc:
+        except Refused:
+            raise
+        except GpuError as exc:
             raise MachineUnconfirmed(
                 machine=machine.id, job=launched.job, reason=exc.message, next_step=exc.next_step, cause=exc.code
             ) from exc

@@ -22,18 +22,22 @@ Ending = Literal["over", "interrupted", "ended"]
 
 
 def review(
-    clock: Clock, until: datetime, *, tell: Callable[[float], None], is_ended: Callable[[], bool] = lambda: False
+    clock: Clock,
+    until: Callable[[], datetime],
+    *,
+    tell: Callable[[float], None],
+    is_ended: Callable[[], bool] = lambda: False,
 ) -> Ending:
     """Wait until then. `over`: the time is up; `interrupted`: somebody here ended it; `ended`: somebody elsewhere did.
 
-    tell: called with the seconds that are left, at once, every few minutes and in the last one. is_ended: whether
-    there is still something to hold.
+    until: asked again and again, since somebody may hold it for longer. tell: called with the seconds that are left, at
+    once, every few minutes and in the last one. is_ended: whether there is nothing to hold any more.
     """
     told_at: float | None = None
     try:
         with interruptible():
             while True:
-                left_s = (until - clock.now()).total_seconds()
+                left_s = (until() - clock.now()).total_seconds()
                 if left_s <= 0:
                     return "over"
                 if is_ended():

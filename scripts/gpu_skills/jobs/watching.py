@@ -217,7 +217,7 @@ class Watch:
             self._machine = machines.update(self._op.project, self._machine.id, marked, clock=self._op.clock)
 
     def _may_come_back(self, seen: Instance | None, now_s: float) -> bool:
-        """An interruptible machine whose bid is the highest again starts by itself. Not every provider says `outbid`."""
+        """An interruptible machine whose bid is the highest again starts by itself; `outbid` is not always said."""
         is_paused = seen is not None and seen.status in ("stopping", "stopped", "unknown")
         is_paused = is_paused and self._reason(seen) in TAKEN_AWAY
         return is_paused and not self._is_past_deadline() and now_s - self._heard_at_s < RESUMES_WITHIN_S

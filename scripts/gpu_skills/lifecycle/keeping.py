@@ -39,6 +39,59 @@ class Extended:
     deadlines: dict[str, str]
 
 
+# asking -------------------------------------------------------------------------------------------------------------
+
+
+def start_plan(op: Operator, machine: Machine, *, lasts_s: float | None, session_usd: Decimal | None) -> ActionPlan:
+    """To start a stopped machine, as priced now; one that was allowed already and is no dearer goes before."""
+    from gpu_skills.lifecycle import changes
+
+    machine = release.current(op, machine)
+    if machine.status != "stopped":
+        step = f"gpu machine show {machine.id}"
+        raise Refused(f"{machine.id} is {machine.status}: only one that is stopped can be started", next_step=step)
+    fresh = changes.start_plan(op, machine, lasts_s=lasts_s, session_usd=session_usd)
+    known = allowed(op, "start", machine, lambda plan: _lasts_s(plan) == _lasts_s(fresh) and _is_no_dearer(fresh, plan))
+    return known or fresh
+
+
+def extension_plan(op: Operator, machine: Machine, more_s: float) -> ActionPlan:
+    """To move the deadline by more_s, as priced now; one that was allowed already and is no dearer goes before.
+
+    Refused for what does not run. One that was begun and is not over is gone on with.
+    """
+    from gpu_skills.lifecycle import changes
+
+    machine, _, _ = _running(op, machine, "extended")
+    if machine.deadline_at is None:
+        raise Refused(f"{machine.id} has no deadline to extend", next_step=f"gpu machine show {machine.id}")
+    is_under_way = any(
+        intent.action == "extend" and intent.machine_id == machine.id and intent.is_open
+        for intent in intents.read(op.project).values()
+    )
+    begun = allowed(op, "extend", machine, lambda plan: plan.deadline_at == machine.deadline_at)
+    if is_under_way and begun is not None:
+        return begun
+    until = parse_timestamp(machine.deadline_at) + timedelta(seconds=int(more_s))
+    fresh = changes.extend_plan(op, machine, until)
+
+    def is_the_same(plan: ActionPlan) -> bool:
+        times = (plan.old_deadline_at, plan.deadline_at) == (fresh.old_deadline_at, fresh.deadline_at)
+        return times and _is_no_dearer(fresh, plan)
+
+    return allowed(op, "extend", machine, is_the_same) or fresh
+
+
+def _lasts_s(plan: ActionPlan) -> float | None:
+    if plan.deadline_at is None or plan.measured_at is None:
+        return None
+    return (parse_timestamp(plan.deadline_at) - parse_timestamp(plan.measured_at)).total_seconds()
+
+
+def _is_no_dearer(now: ActionPlan, then: ActionPlan) -> bool:
+    return (now.rate_usd_hr or Decimal(0)) <= (then.rate_usd_hr or Decimal(0))
+
+
 # extending ----------------------------------------------------------------------------------------------------------
 
 
@@ -192,16 +245,17 @@ def hold(op: Operator, machine: Machine, until: datetime) -> Machine:
     left_s = (until - op.clock.now()).total_seconds()
     with closing(op.connect(machine)) as link:
         current = link.session.call("session", {"project": op.project.project_id})["session"] or {}
-        idle_s = current.get("idle_timeout_s")
-        if idle_s is not None and current.get("expired_at") is None:
-            ends = current.get("deadline_at")
+        idle_s, reason = current.get("idle_timeout_s"), str(current.get("deadline_reason") or "max_lifetime")
+        is_review = reason == "hold_for"  # the machine counts the review of its job itself
+        if current.get("expired_at") is None and (idle_s is not None or is_review):
+            ends = timestamp(until) if is_review else current.get("deadline_at")
             machines.open_rented_session(
                 op.project,
                 link,
                 clock=op.clock,
                 deadline_at=parse_timestamp(ends) if isinstance(ends, str) else None,
-                reason=str(current.get("deadline_reason") or "max_lifetime"),
-                idle_timeout_s=max(float(idle_s), left_s),
+                reason=reason,
+                idle_timeout_s=None if idle_s is None else max(float(idle_s), left_s),
                 is_moved=True,
             )
     intents.observe(op.project, op.clock, "held", machine_id=machine.id, details={"until": timestamp(until)})

@@ -30,13 +30,14 @@ class Destination:
     """An existing folder, held open, and a private staging folder beside it on the same file system.
 
     While the folder is empty everything is put together in the staging folder, and `publish` makes it the destination
-    in one step.
+    in one step. Later a folder that is new there (a checkpoint) is put together beside it too, and appears in one step.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.staging = path.parent / f".{path.name}.incoming"
         self._staging = -1
+        self._new_folders: dict[bytes, bytes] = {}  # path of a folder that is to appear → its name in staging
         self._is_first = False
         self.is_empty = False
         with writing(path):
@@ -215,6 +216,7 @@ class Destination:
         if sync:
             self._sync(sync)
         if not self._is_first:
+            self._publish_new_folders(is_synced=bool(sync))
             return
         with writing(self.path):
             os.chmod(self._root, stat.S_IMODE(os.stat(self.path).st_mode))
@@ -225,6 +227,18 @@ class Destination:
                     os.fsync(parent)
                 finally:
                     os.close(parent)
+
+    def _publish_new_folders(self, *, is_synced: bool) -> None:
+        appearing, self._new_folders = self._new_folders, {}
+        self._leave_folder()
+        for path, staged in appearing.items():
+            try:
+                name, folder = self._enter(path, make=False)
+                os.rename(staged, name, src_dir_fd=self.open_staging(), dst_dir_fd=folder)
+                if is_synced:
+                    os.fsync(folder)
+            except OSError as exc:
+                raise writing_failed(self._shown(path), exc) from exc
 
     def _sync(self, placed: list[bytes]) -> None:
         with writing(self.path):
@@ -268,6 +282,8 @@ class Destination:
         try:
             return os.open(name, _FOLDER, dir_fd=folder)
         except FileNotFoundError:
+            if not self._is_first and not self._is_in_new_folder(path):
+                return self._open_new_folder(path, make)
             if not make:
                 raise
         except NotADirectoryError as exc:
@@ -282,6 +298,24 @@ class Destination:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o777, dir_fd=folder)
             return os.open(name, _FOLDER, dir_fd=folder)
+
+    def _is_in_new_folder(self, path: bytes) -> bool:
+        return any(path.startswith(new + b"/") for new in self._new_folders)
+
+    def _open_new_folder(self, path: bytes, make: bool) -> int:
+        """A folder that is not in the destination yet, as it is put together in staging; an interrupted pull's too.
+
+        FileNotFoundError when nothing of it is there and it is not to be made.
+        """
+        if not make and not self.staging.exists():
+            raise FileNotFoundError(path)
+        staged = b"new-" + sha256(path).hexdigest()[:32].encode()
+        if make:
+            with writing(self._shown(path)), contextlib.suppress(FileExistsError):
+                os.mkdir(staged, 0o777, dir_fd=self.open_staging())
+        descriptor = os.open(staged, _FOLDER, dir_fd=self.open_staging())
+        self._new_folders[path] = staged
+        return descriptor
 
     def _leave_folder(self) -> None:
         if self._folder[1] != self._root:
