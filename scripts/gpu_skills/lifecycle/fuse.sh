@@ -82,13 +82,12 @@ tick() {
 
 aim() {
   D=$E Q=$L
-  get deadline || return
-  if [ "$x" = never ]; then D=never; elif num "$x" && num "$y"; then D=$x Q=$y; fi
+  get deadline && { [ "$x" = never ] || num "$x"; } && num "$y" && D=$x Q=$y
 }
 
-# When the process with this number began: with the number it names one process.
+# When the living process with this number began: with the number it names one process.
 began() {
-  read -r s 2>/dev/null </proc/$1/stat && set -- ${s##*) } && echo ${20}
+  read -r s 2>/dev/null </proc/$1/stat && set -- ${s##*) } && [[ $1 != [ZX] ]] && echo ${20}
 }
 
 fuse() {
@@ -98,7 +97,7 @@ fuse() {
   umask 077
   cd /
   mkdir -p "$F"
-  if get pid && num "$x" && [ "$y" ] && [ "$(began $x)" = "$y" ]; then return; fi
+  get pid && num "$x" && [ "$(began $x)" = "${y:-0}" ] && return
   put pid "$m $(began $m)"
   tick
   aim
@@ -131,10 +130,7 @@ fuse() {
         say "probe: HTTP $C, key $K"
       fi
     elif ((u >= t)); then
-      if ask $M $U "$B"; then
-        Z=1 v=0
-        rm -f "$F/grace"
-      fi
+      ask $M $U "$B" && Z=1 v=0 && rm -f "$F/grace"
       say "$on: $W: HTTP $C"
       ((w = w < 60 ? w * 2 : 60, t = u + w))
     fi
