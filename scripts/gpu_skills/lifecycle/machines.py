@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.config import GpuConfig
 from gpu_skills.errors import CannotSatisfy, MachineLacks, NoCapacity, RemoteError, one_line
+from gpu_skills.lifecycle import states
 from gpu_skills.providers.base import Offer, SshEndpoint
 from gpu_skills.providers.gpus import same_model, size_class_gb
 from gpu_skills.state import registry
@@ -68,6 +69,14 @@ class Machine:
     @property
     def rate_json(self) -> int | float:
         return json_number(self.rate_usd_hr)
+
+    @property
+    def burn_usd_hr(self) -> Decimal:
+        """What it costs now, as its state says: one that may bill counts in full."""
+        bills = states.BILLS.get(self.status, "assume")
+        if bills in ("yes", "assume"):
+            return self.rate_usd_hr
+        return self.storage_usd_hr or Decimal(0) if bills == "storage" else Decimal(0)
 
     @property
     def is_rented(self) -> bool:

@@ -116,7 +116,7 @@ def _until_gone(
     ends = op.clock.monotonic() + wait_s
     failures = refusals = looks = 0
     while True:
-        pause_s = _pause_between_looks_s(op, machine)
+        pause_s = PAUSE_BETWEEN_LOOKS_S
         try:
             step = _act_on(op, machine, seen if not looks else look(op, machine))
         except AuthRejected:
@@ -202,7 +202,6 @@ def _absent(op: Operator, machine: Machine, intent: Intent | None) -> str:
         return "taken"
     is_gone = absence.is_gone(
         evidence.looks,
-        created_at=_moment(machine.created_at),
         asked_at=evidence.taken_at,
         was_seen=machine.last_seen_at is not None,
     )
@@ -265,14 +264,6 @@ def is_booked(op: Operator, machine: Machine) -> bool:
     return bool(intents.observations(op.project, "machine_booked", machine_id=machine.id))
 
 
-def _pause_between_looks_s(op: Operator, machine: Machine) -> float:
-    """A young machine has to stay away for longer: as many looks, so the provider is asked no more often."""
-    created_at = _moment(machine.created_at)
-    if created_at is not None and op.clock.now() - created_at < absence.YOUNG:
-        return absence.YOUNG_SPAN.total_seconds() / (absence.LOOKS - 1)
-    return PAUSE_BETWEEN_LOOKS_S
-
-
 def _pause_after(exc: GpuError, failures: int) -> float:
     pause_s = min(_FIRST_PAUSE_S * 2 ** min(failures - 1, 8), _LONGEST_PAUSE_S)
     asked = exc.details.get("retry_after_s") if isinstance(exc, RateLimited) else None
@@ -297,6 +288,11 @@ class Evidence:
     refused: str | None
     refused_code: str | None
     alarmed_at: datetime | None
+
+    @property
+    def absences(self) -> tuple[Look, ...]:
+        """The last looks that found nothing, while nothing more was charged."""
+        return tuple(absence.quiet(self.looks))
 
 
 def evidence_of(op: Operator, machine: Machine) -> Evidence:
