@@ -130,12 +130,12 @@ def test_an_empty_list_is_no_absence_while_the_machine_answers_by_its_id(rig):
 
 
 @VENDORS
-def test_a_young_machine_is_looked_for_longer(rig, vendor):
+def test_a_machine_that_was_listed_is_looked_for_a_minute(rig, vendor):
     r = rig(vendor)
     machine = rent(r, age_s=60)
     before = r.clock.now()
     assert release.destroy(r.op, machine, why="set-up failed", wait_s=900) == "destroyed"
-    assert r.clock.now() - before >= timedelta(minutes=3)
+    assert timedelta(minutes=1) <= r.clock.now() - before < timedelta(minutes=3)
 
 
 def test_one_that_nobody_ever_saw_is_unknown_until_it_shows_and_is_then_destroyed(rig):

@@ -13,10 +13,7 @@ from decimal import Decimal
 
 LOOKS = 3
 SPAN = timedelta(seconds=60)
-# A machine younger than this may be missing from a list because it is new.
-YOUNG = timedelta(minutes=10)
-YOUNG_SPAN = timedelta(minutes=3)
-# Nobody ever saw it, or nobody can read its charges: there is less to go by.
+# Nobody ever saw it: it may be missing because it is new. Or nobody can read its charges: there is less to go by.
 DOUBTFUL_SPAN = timedelta(minutes=10)
 
 
@@ -39,9 +36,7 @@ def quiet(looks: Sequence[Look]) -> list[Look]:
     return found[::-1]
 
 
-def is_gone(
-    looks: Sequence[Look], *, created_at: datetime | None, asked_at: datetime | None, was_seen: bool = False
-) -> bool:
+def is_gone(looks: Sequence[Look], *, asked_at: datetime | None, was_seen: bool = False) -> bool:
     """Whether these looks, oldest first, prove it gone. asked_at: when our delete was taken, None: it never was.
 
     Only looks after that count. was_seen: it was seen present before, whatever these looks say.
@@ -49,15 +44,5 @@ def is_gone(
     run = [look for look in quiet(looks) if asked_at is None or look.at >= asked_at]
     if len(run) < LOOKS:
         return False
-    return run[-1].at - run[0].at >= _needed(run, looks, created_at, was_seen)
-
-
-def _needed(run: list[Look], looks: Sequence[Look], created_at: datetime | None, was_seen: bool) -> timedelta:
-    needed = SPAN
-    if created_at is not None and run[0].at - created_at < YOUNG:
-        needed = YOUNG_SPAN
-    if not was_seen and not any(look.is_present for look in looks):
-        needed = DOUBTFUL_SPAN
-    if run[-1].charged_usd is None:
-        needed = DOUBTFUL_SPAN
-    return needed
+    is_doubtful = run[-1].charged_usd is None or not (was_seen or any(look.is_present for look in looks))
+    return run[-1].at - run[0].at >= (DOUBTFUL_SPAN if is_doubtful else SPAN)

@@ -12,6 +12,7 @@ sends the same create twice.
 from __future__ import annotations
 
 import contextlib
+import random
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -59,7 +60,7 @@ from gpu_skills.lifecycle.offers import Use
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plan import Plan
 from gpu_skills.lifecycle.runs import Attempt, Run
-from gpu_skills.providers.base import Offer, Search
+from gpu_skills.providers.base import Offer, Requirements, Search
 from gpu_skills.providers.selection import in_words
 from gpu_skills.state import budget
 from gpu_skills.units import format_duration, format_usd, json_number
@@ -70,8 +71,9 @@ __all__ = ["Provisioned", "adopt", "provision", "restart"]
 MAX_REFUSED = 12
 # Offers older than this are asked for again before one of them is taken.
 FRESH_S = 30.0
-LONGEST_PAUSE_S = 120.0
-# Three absences over three minutes, since these machines are young; then some for a provider that is slow.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 15.0, 120.0
+SEARCH_ATTEMPTS = 8
+# Three absences over a minute, ten for one that no list ever showed; then some for a provider that is slow.
 DESTROY_WAIT_S = 900.0
 INTERRUPTED_WAIT_S = 20.0
 
@@ -308,8 +310,7 @@ class _Launch:
             self.op.say(f"{offer.provider}: {problem.message}")
             return "refused"
         if isinstance(problem, RateLimited):
-            asked = problem.details.get("retry_after_s")
-            pause_s = min(float(asked) if isinstance(asked, int | float) else 15.0, LONGEST_PAUSE_S)
+            pause_s = _asked_pause_s(problem)
             self.op.say(f"{offer.provider} wants to be asked less often: going on in {format_duration(pause_s)}")
             self._tried.discard(offer.offer_id)
             claims.release(self.op, self.plan.provider, attempt.intent)
@@ -378,17 +379,27 @@ class _Launch:
 
     def _look(self) -> list[Offer]:
         """What fits the plan now, cheapest in total first, without machines on cooldown."""
-        need = market.need_of(self.plan)
-        try:
-            search = self.op.reader(self.plan.provider).search(need)
-        except ProviderError as exc:
-            raise self._ended(exc) from exc
-        self.search = search
+        search = self._search(market.need_of(self.plan))
         use = Use(hours=(self.plan.expected_s or self.plan.deadline_s) / 3600)
         known = memory.load(self.op.project)
         ranked = ranking.rank({self.plan.provider: search}, use, known, now=self.op.clock.now())
         self.search = replace(search, filters=ranked.filters[self.plan.provider])
         return [estimate.offer for estimate in ranked.estimates]
+
+    def _search(self, need: Requirements) -> Search:
+        """Searches are few a minute for everybody on this computer: waited for, as long as the approval holds."""
+        for attempt in range(1, SEARCH_ATTEMPTS + 1):
+            try:
+                return self.op.reader(self.plan.provider).search(need)
+            except RateLimited as exc:
+                pause_s = _asked_pause_s(exc)
+                if attempt == SEARCH_ATTEMPTS or not self._may_wait(pause_s):
+                    raise self._ended(exc) from exc
+                self.op.say(f"{self.plan.provider} may be asked for offers again in {format_duration(pause_s)}")
+                self.op.clock.sleep(pause_s)
+            except ProviderError as exc:
+                raise self._ended(exc) from exc
+        raise AssertionError("the last attempt raises or returns")
 
     def _may_wait(self, pause_s: float) -> bool:
         """A wait is within the approval, or it is none."""
@@ -492,6 +503,13 @@ class _Launch:
         if all(a.result == "refused" or a.is_over for a in run.attempts):
             problem.may_be_billing = False  # type: ignore[misc]
         return problem
+
+
+def _asked_pause_s(problem: RateLimited) -> float:
+    """As long as the provider, or our own pace, asks for, within reason; a little uneven, so that many do not march."""
+    asked = problem.details.get("retry_after_s")
+    wanted_s = min(float(asked), LONGEST_PAUSE_S) if isinstance(asked, int | float) else FIRST_PAUSE_S
+    return wanted_s + 4 * random.random()
 
 
 def _short(problem: GpuError) -> str:

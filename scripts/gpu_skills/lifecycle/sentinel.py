@@ -350,9 +350,7 @@ def _looked_at(
         looks[instance_id].append(Look(clock.now(), True))
         return _send(writer, row)
     looks[instance_id].append(Look(clock.now(), False, _charged(reader, instance_id, clock)))
-    is_gone = absence.is_gone(
-        looks[instance_id], created_at=row.seen.created_at, asked_at=taken_at.get(instance_id), was_seen=True
-    )
+    is_gone = absence.is_gone(looks[instance_id], asked_at=taken_at.get(instance_id), was_seen=True)
     return replace(row, result="destroyed" if is_gone else "terminating", problem=None)
 
 
