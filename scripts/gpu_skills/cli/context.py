@@ -231,7 +231,7 @@ class Context:
             running_jobs=lambda machine: gone.running_on(self.ledger, machine),
             unverified=lambda machine: gone.unverified_on(self.project, self.ledger, machine),
             settle_jobs=lambda machine, why, at=None: gone.end_jobs(
-                self.project, self.ledger, self.clock, machine, why, at=at
+                self.project, self.ledger, self.clock, machine, why, at=at, notify=self.notifier.send
             ),
             say=say,
             notify=self.notifier.send,

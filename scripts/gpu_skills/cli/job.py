@@ -523,7 +523,7 @@ def _settle(context: Context, link: Any) -> dict[str, dict[str, Any]]:
         context.clock,
         link,
         write=context.may_write,
-        notify=context.notifier.send,
+        notify=lambda event, subject, **facts: context.notifier.send(event, subject, **facts),
     )
 
 
