@@ -39,6 +39,7 @@ class Shop:
             "label": label,
             "image": "pytorch/pytorch:2.8.0",
             "disk_gb": 50,
+            "persistent_gb": changes.get("disk_gb", 50),
             "gpu_count": 1,
             "max_rate_usd_hr": offer.rate_usd_hr,
             "ssh_public_key": "ssh-ed25519 AAAA test",

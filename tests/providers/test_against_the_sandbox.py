@@ -99,6 +99,14 @@ def test_the_rate_of_an_offer_is_the_rate_of_the_machine(shop, vendor):
 
 
 @BOTH
+def test_without_a_disk_that_survives_a_stop_the_rate_of_an_offer_is_that_of_the_machine_too(shop, vendor):
+    place = shop(vendor)
+    offer = place.reader.offers(replace(place.need, persistent=False))[0]
+    machine = place.rent("gpu1-abc-1", offer=offer, persistent_gb=None)
+    assert float(machine.rate_usd_hr) == pytest.approx(float(offer.rate_usd_hr), abs=1e-6)
+
+
+@BOTH
 def test_balance_and_key_are_told(shop, vendor):
     place = shop(vendor, balance_usd=42)
     place.reader.check_key()

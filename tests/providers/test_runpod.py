@@ -305,6 +305,7 @@ SPEC = MachineSpec(
     label="gpu1-abc-int-1-1767330000",
     image="pytorch/pytorch:2.8.0",
     disk_gb=50,
+    persistent_gb=50,
     gpu_count=1,
     max_rate_usd_hr=Decimal("0.80"),
     bootstrap="bash -c 'echo armed'",
@@ -337,6 +338,14 @@ def test_optional_things_are_absent_rather_than_null():
     out, script = writer(answer(201, pod()))
     out.create(replace(SPEC, env={}, bootstrap="", ssh_public_key=None))
     assert script.bodies[0].keys() == {"name", "image", "gpu", "cloud", "disk", "ports", "mounts"}
+
+
+def test_where_nothing_has_to_survive_a_stop_the_container_has_the_whole_disk_and_there_is_no_volume():
+    out, script = writer(answer(201, pod()), answer(201, pod()))
+    out.create(replace(SPEC, persistent_gb=None))
+    out.create(replace(SPEC, persistent_gb=None, disk_gb=10))
+    assert [body["disk"] for body in script.bodies] == [50, 30]
+    assert all("mounts" not in body for body in script.bodies)
 
 
 def test_a_network_volume_takes_the_place_of_the_disk_in_its_data_centre():
