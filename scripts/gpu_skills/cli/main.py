@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": (_C + "plan:plan", "What a machine of its own would cost at most; measures, spends nothing."),
     "setup": (_C + "project:setup", "Make the project's machine ready."),
     "destroy": (_C + "project:destroy", "Give the project's machine back; refused while outputs are uncollected."),
+    "reconcile": (_C + "reconcile:reconcile", "Finish what was half-done, record what vanished, book what ended."),
     "sentinel": (_C + "sentinel:sentinel", "Stop or destroy what is past its deadline, once; for schedulers."),
     "spend": (_C + "spend:spend", "What was spent, from the ledger; reads only."),
     "demo": (_C + "demo:demo", "Train a small model as a job on this machine, start to end, for nothing."),

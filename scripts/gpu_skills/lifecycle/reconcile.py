@@ -9,14 +9,14 @@ Killed anywhere and run again it goes on; run once more it changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import GpuError, StateBusy
+from gpu_skills.errors import AuthRejected, GpuError, StateBusy, UsageError
 from gpu_skills.lifecycle import (
     accounting,
     adoption,
@@ -115,7 +115,10 @@ def _unlisted(op: Operator, provider: str, problem: GpuError) -> Finding:
     alive = [m for m in machines.all_machines(op.project) if m.provider == provider and m.status not in states.FINAL]
     burn = sum((m.rate_usd_hr for m in alive), Decimal(0)) or None
     text = f"{provider} could not be listed ({problem.message}): nothing is concluded about {len(alive)} on record"
-    return Finding("not_listed", text, provider, next_step="gpu reconcile", is_uncertain=True, burn_usd_hr=burn)
+    step = (
+        problem.next_step if isinstance(problem, UsageError | AuthRejected) else f"gpu reconcile --provider {provider}"
+    )
+    return Finding("not_listed", text, provider, next_step=step, is_uncertain=True, burn_usd_hr=burn)
 
 
 class Listing:
@@ -479,12 +482,3 @@ class _NeverSent(GpuError):
 class _NeverSeen(GpuError):
     code = "never_seen"
     template = "it was not answered, and no machine of it was seen for 24 h"
-
-
-def lines(findings: Iterable[Finding]) -> list[str]:
-    """As a person reads them."""
-    return [
-        f"{f.provider} {f.machine_id or f.instance_id or ''}: {f.text}".replace(" :", ":")
-        + (f"; next: {f.next_step}" if f.next_step else "")
-        for f in findings
-    ]
