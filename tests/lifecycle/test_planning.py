@@ -21,6 +21,8 @@ from gpu_skills.lifecycle import market, memory, planning
 from gpu_skills.lifecycle import plan as plans
 from gpu_skills.lifecycle.plan import Plan
 from gpu_skills.lifecycle.preflight import Reason
+from gpu_skills.lifecycle.wanted import SHORTEST_S
+from gpu_skills.lifecycle.worst_case import SETUP_CAP_S, WorstCase
 from gpu_skills.providers.gpus import same_model
 from gpu_skills.state import files
 
@@ -262,12 +264,12 @@ def test_an_immediate_plan_holds_an_hour_and_a_waiting_one_until_its_attempts_en
     failures=st.integers(1, 5), budget=st.decimals("0.01", 500, places=2),
 )  # fmt: skip
 def test_what_a_budget_buys_never_comes_to_more_than_the_budget(rate, storage, traffic, failures, budget):
-    money = planning._Money(rate, storage, 86400.0, traffic, failures, 43200.0, "max_lease")
+    money = WorstCase(rate, storage, 86400.0, traffic, failures, 43200.0, "max_lease")
     buys_s = money.buys_s(budget)
     assert buys_s is not None
-    if buys_s >= planning.SHORTEST_S:
+    if buys_s >= SHORTEST_S:
         assert replace(money, deadline_s=float(int(buys_s))).worst_usd <= budget
-    longer = replace(money, deadline_s=buys_s + planning.SETUP_CAP_S)
+    longer = replace(money, deadline_s=buys_s + SETUP_CAP_S)
     assert longer.worst_usd > budget  # and it is not much less either
 
 
