@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +16,9 @@ import pytest
 from dying import Died
 from gpu_skills.cli.context import Context
 from gpu_skills.clock import parse_timestamp
+from gpu_skills.errors import Unreachable
 from gpu_skills.jobs import launch
-from gpu_skills.lifecycle import keyproof
+from gpu_skills.lifecycle import keyproof, runs
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.sandbox import Sandbox
 from sandbox_fixture import eventually, make_sandbox
@@ -308,6 +311,31 @@ def test_a_cancel_of_a_job_whose_machine_was_taken_away_leaves_no_machine(shop):
     assert result.document["state"] == "cancelled" and s.burning() == []
 
 
+def test_a_machine_that_runs_and_does_not_answer_is_not_destroyed_unless_its_outputs_are_given_up(shop):
+    s = shop()
+    assert s.run(s.plan(run="sleep 600"), "--yes", "--detach").exit_code == 0
+
+    def nobody(machine: Any) -> Any:
+        raise Unreachable(host=machine.host, reason="no route")
+
+    result = s.gpu("job", "cancel", "--json", connect=nobody)
+    assert result.exit_code == 6 and result.error["code"] == "outputs_out_of_reach", result.stderr
+    assert "--abandon-outputs" in result.error["next_step"] and len(s.burning()) == 1
+    result = s.gpu("job", "cancel", "--json", "--abandon-outputs", connect=nobody)
+    assert result.exit_code == 0, result.stderr
+    assert s.burning() == [] and s.ledger()[-1]["status"] == "cancelled"
+    assert (s.root / ".pi/gpu/jobs/J-000001/abandoned.json").exists()
+
+
+def test_a_cancel_ends_the_hold(shop):
+    s = shop()
+    plan = s.plan()
+    held = lambda: (found := launch.find(s.operator().project, plan)) is not None and found.hold_until is not None  # noqa: E731
+    s.clock.meanwhile(held, lambda: launch.cancel(s.operator().project, s.clock, plan))
+    result = s.run(plan, "--yes")
+    assert result.exit_code == 0 and result.document["held"] == "ended" and s.burning() == [], result.stderr
+
+
 # when things go wrong -----------------------------------------------------------------------------------------------
 
 
@@ -320,6 +348,72 @@ def test_a_command_that_died_after_the_create_is_gone_on_with_and_rents_once(sho
     result = s.run(plan, "--hold-for", "0")
     assert result.exit_code == 0, result.stderr
     assert s.creates == 1 and s.burning() == [] and len(s.ledger()) == 2
+
+
+def test_a_second_command_waits_for_the_one_that_is_at_it(shop):
+    s = shop()
+    plan = s.plan()
+    approval = s.gpu("approve", plan, "--statement", "yes, rent it", "--json").document["approval"]["id"]
+    others = contextlib.ExitStack()
+    others.enter_context(runs.working_on(s.operator(), approval))
+    s.clock.meanwhile(lambda: sum(s.clock.slept) >= 6, others.close)
+    result = s.run(plan, "--hold-for", "0")
+    assert result.exit_code == 0 and sum(s.clock.slept) >= 6, result.stderr
+    assert s.creates == 1
+
+
+def test_one_approval_is_one_machine_also_from_a_copy_of_the_state(shop, tmp_path):
+    s = shop()
+    plan = s.plan()
+    s.clock.meanwhile(lambda: s.creates == 1, _die)
+    with pytest.raises(Died):
+        s.run(plan, "--yes")
+    shutil.copytree(s.root, tmp_path / "copy")
+    copy = replace(s, root=tmp_path / "copy")
+    result = copy.run(plan, "--yes")
+    assert result.exit_code == 125 and result.error["code"] == "approval_used", result.stderr
+    assert s.creates == 1
+    assert s.run(plan, "--hold-for", "0").exit_code == 0 and s.creates == 1 and s.burning() == []
+
+
+def test_outputs_of_a_stopped_machine_are_had_by_starting_it(shop):
+    s = shop()
+    assert s.run(s.plan(run="sleep 600"), "--yes", "--detach").exit_code == 0
+    (machine,) = s.machines()
+    _stop_at_the_vendor(s, machine)
+    assert s.gpu("reconcile", "--json").exit_code in (0, 6)
+    result = s.gpu("job", "pull", "J-000001", "--json")
+    assert result.exit_code == 3 and result.error["code"] == "machine_stopped", result.stderr
+    assert result.error["next_step"] == f"gpu machine start {machine['id']}"
+    assert s.gpu("job", "cancel", "--json").exit_code == 0 and s.burning() == []
+    assert s.gpu("job", "pull", "J-000001", "--json").error["code"] == "machine_gone"
+
+
+def test_pulling_again_with_force_hashes_everything_here_anew(shop):
+    s = shop()
+    plan = s.plan(run="echo one > $GPU_OUTPUT_DIR/o; echo ready; sleep 600")
+    assert s.run(plan, "--yes", "--detach").exit_code == 0
+    eventually(lambda: "ready" in s.gpu("job", "logs", "--json").document["text"])
+    assert s.gpu("job", "pull", "--json").document["new"] == 1
+    assert s.gpu("job", "pull", "--json").document["unchanged"] == 1
+    output = s.root / "gpu-outputs/J-000001/o"
+    before = output.stat()
+    output.write_text("two\n")
+    os.utime(output, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert s.gpu("job", "pull", "--force", "--json").document["new"] == 1 and output.read_text() == "one\n"
+    assert s.gpu("job", "cancel", "--json").exit_code == 0 and s.burning() == []
+
+
+def test_a_failed_collection_keeps_the_machine_and_says_how_to_go_on(shop):
+    s = shop()
+    plan = s.plan()
+    (s.root / "gpu-outputs").write_text("a file in the way")
+    result = s.run(plan, "--yes", "--hold-for", "0")
+    assert result.exit_code == 125 and result.error["code"] == "not_writable", result.stderr
+    assert "may bill until" in result.error["next_step"] and len(s.burning()) == 1
+    (s.root / "gpu-outputs").unlink()
+    result = s.run(plan, "--hold-for", "0")
+    assert result.exit_code == 0 and result.document["collected"] and s.burning() == [], result.stderr
 
 
 def test_a_machine_that_is_taken_away_ends_its_job_as_preempted(shop):
