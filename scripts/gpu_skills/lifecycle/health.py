@@ -78,7 +78,7 @@ def check(link: Link, plan: Plan, *, gpu: str | None, base_url: str) -> Health:
 
 def judge(plan: Plan, probe: Mapping[str, Any], facts: Mapping[str, Any], *, gpu: str | None) -> Health:
     """What the facts mean for this plan. Pure; facts come from a machine and may be anything."""
-    gpus = [g for g in probe.get("gpus") or [] if isinstance(g, dict)]
+    gpus = [g for g in _list(probe.get("gpus")) if isinstance(g, dict)]
     operation = _mapping(facts.get("gpu"))
     problems = [
         *_missing(probe, gpus),
