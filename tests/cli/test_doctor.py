@@ -5,6 +5,13 @@ import json
 import pytest
 
 from fake_clock import FakeClock
+from lifecycle.conftest import make_sandbox, rig
+from rented_cli import customer
+from run_by_hand import ByHand
+
+__all__ = ["make_sandbox", "rig"]
+
+both = pytest.mark.parametrize("vendor", ["vast", "runpod"])
 
 pytestmark = pytest.mark.subprocess
 
@@ -138,3 +145,90 @@ def test_every_target_gets_a_test_message_and_is_reported(project, gpu):
     ]
     assert results[0].exit_code == 1
     assert "NTFY_TOKEN is neither in the environment" in finding(results[0], "notify phone")["text"]
+
+
+# accounts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(gpu, rig, monkeypatch):
+    def make(vendor: str = "vast"):
+        r = rig(vendor, containers=False)
+        return r, customer(gpu, r, monkeypatch)
+
+    return make
+
+
+def everything_written(r):
+    # The pace at which a provider is asked is kept for all commands; it is no record.
+    places = (r.project.state, r.op.user_state / "accounts", r.op.user_state / "runs")
+    return {path: path.read_bytes() for place in places for path in place.rglob("*.json*") if path.is_file()}
+
+
+@both
+def test_an_account_is_shown_beside_the_records_and_nothing_is_changed(world, vendor):
+    r, call = world(vendor)
+    hand = ByHand(r).upto("close")
+    hand.ready()
+    before = everything_written(r)
+    result = call("doctor", vendor, "--json")
+    assert result.exit_code == 0, result.stdout
+    assert "lasts" in finding(result, f"{vendor} credit")["text"]
+    assert "1 machine of this project" in finding(result, f"{vendor} machines")["text"]
+    assert finding(result, hand.machine_id)["verdict"] == "ok"
+    assert finding(result, f"{vendor} fuse")["next_step"] == f"gpu sentinel --provider {vendor}"
+    assert call("doctor", vendor, "--mode", "audit", "--json").exit_code == 0
+    assert everything_written(r) == before
+
+
+@both
+def test_what_reconcile_would_mend_is_a_problem_with_that_command(world, vendor):
+    r, call = world(vendor)
+    hand = ByHand(r).upto("create")
+    result = call("doctor", vendor, "--json")
+    assert result.exit_code == 1
+    assert finding(result, hand.machine_id)["next_step"] == f"gpu reconcile --provider {vendor}"
+    assert call("reconcile").exit_code == 0
+    assert call("doctor", vendor, "--json").exit_code == 0
+    r.writer.stop(hand.machine.instance_id)
+    r.clock.sleep(60)
+    assert "on record as booting" in finding(call("doctor", vendor, "--json"), hand.machine_id)["text"]
+
+
+@both
+def test_an_account_that_cannot_be_listed_is_a_problem(world, vendor):
+    r, call = world(vendor)
+    r.fault("garbage", call="list", times=50)
+    result = call("doctor", vendor, "--json")
+    assert result.exit_code == 1 and finding(result, vendor)["verdict"] == "problem"
+
+
+@both
+def test_leaving_lists_what_still_bills_and_is_clear_when_nothing_does(world, vendor):
+    r, call = world(vendor)
+    result = call("doctor", "--leaving", "--json")
+    assert result.exit_code == 0 and result.document["leaving"] == []
+    hand = ByHand(r).upto("close")
+    hand.ready()
+    rows = call("doctor", "--leaving", "--json").document["leaving"]
+    assert [(row["what"], row["next_step"]) for row in rows] == [
+        ("machine", f"gpu machine destroy {hand.machine_id}"),
+        ("reservation", "gpu reconcile"),
+    ]
+    r.writer.stop(hand.machine.instance_id)
+    r.clock.sleep(60)
+    call("reconcile")
+    result = call("doctor", "--leaving", "--json")
+    assert result.exit_code == 1 and result.document["leaving"][0]["what"] == "stopped"
+    assert 0 < result.document["usd_hr"] < 0.1
+    assert f"gpu machine destroy {hand.machine_id}" in call("doctor", "--leaving").stdout
+
+
+def test_leaving_says_so_when_an_account_cannot_be_listed(world):
+    r, call = world()
+    hand = ByHand(r).upto("close")
+    r.fault("500", call="list", times=50)
+    result = call("doctor", "--leaving", "--json")
+    assert result.exit_code == 1
+    assert [row["what"] for row in result.document["leaving"]][:2] == ["account", "machine"]
+    assert hand.machine_id in result.document["leaving"][1]["text"]

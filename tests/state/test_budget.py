@@ -200,6 +200,83 @@ def test_a_reservation_in_both_journals_counts_once(project, clock):
     assert now(project, clock).reserved_usd == 5
 
 
+def test_a_settlement_frees_a_reservation_whatever_file_it_stands_in(project, clock):
+    reserve(project, clock, 5)
+    clock.advance(10)
+    event = {"kind": "settlement", "ts": "2026-03-10T12:00:10Z", "intent": "i1", "settled_usd": 1}
+    journal.append(project.path("journal.jsonl"), [event])
+    assert now(project, clock).reserved_usd == 0
+    clock.advance(10)
+    reserve(project, clock, 4)
+    assert now(project, clock).reserved_usd == 4, "reserved again, it counts again"
+
+
+def test_a_copy_of_a_settled_reservation_in_another_file_stays_settled(project, clock):
+    event = {"kind": "reservation", "ts": "2026-03-10T12:00:00Z", "intent": "i1", "reserved_usd": 5}
+    journal.append(project.path("journal.jsonl"), [event])
+    reserve(project, clock, 5)
+    settle(project, clock, 1)
+    assert now(project, clock).reserved_usd == 0
+
+
+def test_within_one_second_the_order_of_the_lines_decides(project, clock):
+    reserve(project, clock, 5)
+    settle(project, clock, 0)
+    assert now(project, clock).reserved_usd == 0
+    reserve(project, clock, 5)
+    assert now(project, clock).reserved_usd == 5
+    settle(project, clock, 0)
+    assert now(project, clock).reserved_usd == 0
+
+
+def test_money_reserved_with_a_key_that_changed_since_comes_free_by_the_directory(project, clock):
+    directory = reserve(project, clock, 5).account
+    settle(project, clock, 1, account="the new key")
+    clock.advance(5)
+    reserve(project, clock, 5)
+    clock.advance(5)
+    budget.settle(project, clock, intent="i1", directory=directory, settled_usd=1)
+    assert now(project, clock).reserved_usd == 0
+    for wrong in ("../x-0123456789abcdef", "vast", ""):
+        with pytest.raises(UsageError):
+            budget.settle(project, clock, intent="i1", directory=wrong, settled_usd=1)
+
+
+def test_a_reservation_and_the_machine_of_its_newest_attempt_are_one_machine(project, clock):
+    limits = policy.combine([("project", {"ceilings": {"machines": 1}})])
+    directory = reserve(project, clock, 1, limits=limits).account
+    for n, status in ((1, "lost"), (2, "booting")):
+        budget.note_attempt(project, clock, intent="i1", directory=directory, machine_id=f"m_{n}")
+        registry.put(project, "machines", {"id": f"m_{n}", "provider": "vast", "status": status}, clock=clock)
+    assert now(project, clock).spent.machines == 1
+    assert budget.open_reservations(project)["i1"].machine_ids == ("m_1", "m_2")
+    with pytest.raises(OverCeiling, match="machines"):
+        reserve(project, clock, 1, "i2", limits)
+
+
+def test_a_run_that_goes_on_does_not_count_its_own_machines_against_itself(project, clock):
+    limits = policy.combine([("project", {"ceilings": {"machines": 1}})])
+    directory = reserve(project, clock, 1, limits=limits).account
+    budget.note_attempt(project, clock, intent="i1", directory=directory, machine_id="m_1")
+    registry.put(project, "machines", {"id": "m_1", "provider": "vast", "status": "terminating"}, clock=clock)
+    reserve(project, clock, 2, limits=limits)
+    assert now(project, clock).reserved_usd == 2
+
+
+def test_a_stopped_machine_that_is_started_again_is_not_one_more(project, clock):
+    limits = policy.combine([("project", {"ceilings": {"machines": 1}})])
+    directory = reserve(project, clock, 1, limits=limits).account
+    budget.note_attempt(project, clock, intent="i1", directory=directory, machine_id="m_1")
+    registry.put(project, "machines", {"id": "m_1", "provider": "vast", "status": "stopped"}, clock=clock)
+    reserve(project, clock, 1, "start1", limits, machine_id="m_1")
+    assert now(project, clock).spent.machines == 1
+
+
+def test_reservations_of_other_projects_are_not_this_ones_to_settle(project, other, clock):
+    reserve(other, clock, 5)
+    assert budget.open_reservations(project) == {} and set(budget.open_reservations(other)) == {"i1"}
+
+
 def test_a_torn_line_of_a_write_that_was_cut_does_not_block_what_follows(project, clock):
     reserve(project, clock, 5)
     path = budget.account_journal("vast", "acct")

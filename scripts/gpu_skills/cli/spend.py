@@ -22,7 +22,7 @@ MAX_MACHINES = 100
 MAX_GAPS = 50
 MAX_JOBS_LOOKED_AT = 5000
 MAX_ROWS = 500
-COMPARED_BACK = timedelta(days=30)  # when no --since says otherwise
+COMPARED_BACK = timedelta(days=29)  # when no --since says otherwise
 
 
 @command(
@@ -51,7 +51,7 @@ def spend(
 ) -> Output:
     """What was spent, failed attempts included. Says so when a line cannot be read. Reads only.
 
-    With --reconcile each machine's jobs and charges stand beside the provider's own, from --since or 30 days back.
+    With --reconcile each machine's jobs and charges stand beside the provider's own, from --since or 29 days back.
     Charges of the last quarter of an hour may be missing there, so only machines that are gone longer are corrected.
     """
     if correct and not reconcile:
@@ -92,7 +92,7 @@ def _compared(context: Context, since: datetime | None, *, correct: bool) -> dic
     for provider in known_providers(context):
         found = accounting.compare(op, provider, since, now)
         if correct:
-            due = [machines.find(op.project, row.machine_id) for row in found if row.machine_id and row.difference_usd]
+            due = [machines.find(op.project, row.machine_id) for row in found if row.machine_id and not row.is_even]
             for machine in {m.id: m for m in due if m is not None}.values():
                 corrected += len(accounting.correct(op, machine))
             found = accounting.compare(op, provider, since, now) if corrected else found
@@ -123,6 +123,7 @@ def _row(row: Row) -> dict[str, Any]:
         "ours_usd": json_number(row.ours_usd),
         "theirs_usd": json_number(row.theirs_usd),
         "difference_usd": json_number(row.difference_usd),
+        "is_even": row.is_even,
         "is_complete": row.is_complete,
         "ours": {name: json_number(amount) for name, amount in sorted(row.ours.items())},
         "theirs": {name: json_number(amount) for name, amount in sorted(row.theirs.items())},
@@ -262,6 +263,6 @@ def _compared_lines(compared: dict[str, Any]) -> list[str]:
         lines.append(f"{what} not on record here were charged {format_usd(others['theirs_usd'])}")
     if compared["corrected"]:
         lines.append(f"{counted(compared['corrected'], 'correction')} written to charges.jsonl")
-    elif any(row["difference_usd"] and row["is_complete"] for row in compared["rows"]):
+    elif any(row["is_complete"] and not row["is_even"] for row in compared["rows"]):
         lines.append("write the difference down: gpu spend --reconcile --correct")
     return lines

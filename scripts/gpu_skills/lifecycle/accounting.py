@@ -39,7 +39,7 @@ CORRECTED = "charges_corrected"
 LONGEST_QUESTION = timedelta(days=30)  # charges are asked for a month at a time
 _ENDS_OF_JOBS = ("deadline_passed", "session_budget", "max_lifetime", "cancelled")
 _TRAFFIC = ("download", "upload")
-_EVEN = Decimal("0.000001")
+_EVEN = Decimal("0.00001")  # providers round each part they list
 
 
 # booking --------------------------------------------------------------------------------------------------------------
@@ -296,6 +296,10 @@ class Row:
         """Theirs less ours."""
         return self.theirs_usd - self.ours_usd
 
+    @property
+    def is_even(self) -> bool:
+        return abs(self.difference_usd) < _EVEN
+
 
 def compare(op: Operator, provider: str, since: datetime, until: datetime) -> list[Row]:
     """Our books beside the provider's, machine by machine, of all that lived in that time; reads only.
@@ -372,7 +376,7 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
         number = sum(1 for line in _lines(op) if line.get("machine_id") == machine.id)
         fresh = []
         for row in rows_of(op, machine, given, is_complete=True):
-            if abs(row.difference_usd) >= _EVEN:
+            if not row.is_even:
                 fresh.append(_correction(machine, life, row, number + len(fresh)))
         _append(op, fresh)
     if fresh:
