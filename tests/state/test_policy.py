@@ -81,6 +81,7 @@ def test_a_ceiling_that_no_file_names_is_the_default_and_not_unlimited():
         ("allowed_providers", ["vast", "local"], ["local", "runpod", "vast"], ("vast", "local")),
         ("allowed_providers", ["vast"], [], ()),
         ("notify", [{"kind": "mail"}], [{"kind": "mail"}, {"kind": "hook"}], ({"kind": "mail"}, {"kind": "hook"})),
+        ("sentinel_receipts", ["/a.json"], ["s3://b/c", "/a.json"], ("/a.json", "s3://b/c")),
         ("retry_limit", 3, 1, 1),
         ("retry_limit", 0, 5, 0),
         ("ledger_inputs", "hash", "full", "hash"),

@@ -166,13 +166,15 @@ def start(context: Context, machine_id: str, lasts_s: float | None, yes: bool) -
     "3 over a ceiling, or it does not run · 4 a person has to agree · 5 the provider failed",
 )
 @_MACHINE
-@click.option("--by", "more_s", type=POSITIVE_DURATION, required=True, help="How much later its deadline is to be.")
+@click.option("--by", "more_s", type=POSITIVE_DURATION, help="How much later its deadline is to be.")
 @_YES
-def extend(context: Context, machine_id: str, more_s: float, yes: bool) -> Output:
+def extend(context: Context, machine_id: str, more_s: float | None, yes: bool) -> Output:
     """Move the deadline of a running machine: in its label, in its fuse, in its session. Needs an approval."""
     from gpu_skills.cli.approve import agree
     from gpu_skills.lifecycle import keeping
 
+    if more_s is None:
+        raise UsageError("say by how much: --by 2h", next_step="gpu machine extend --help")
     one = _rented(context, machine_id)
     op = context.operator
     plan = keeping.extension_plan(op, one, more_s)

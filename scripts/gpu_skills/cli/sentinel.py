@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     exits="0 done · 1 the receipt cannot be written · 2 usage · 3 refused · "
     "5 the provider refused or cannot be reached · 6 something told to end was not seen to end: run it again",
 )
-@click.option("--provider", required=True, type=click.Choice(RENTED_PROVIDERS), help="Whose account.")
+@click.option("--provider", required=True, metavar="P", help="Whose account: vast or runpod.")
 @click.option("--project-id", metavar="ID", help="Whose machines; without it those of the project in this directory.")
 @click.option("--receipt", metavar="PLACE", help="Also leave the receipt here: a file, or s3://BUCKET/KEY.")
 @click.option("--deadlines", metavar="FILE", help="Deadlines newer than the labels': {intent or instance id: time}.")
@@ -50,6 +50,8 @@ def sentinel(
     from gpu_skills.lifecycle import sentinel as passes
     from gpu_skills.lifecycle import sentinel_records
 
+    if provider not in RENTED_PROVIDERS:
+        raise UsageError(f"nothing is rented at {provider[:80]!r}: there are {', '.join(RENTED_PROVIDERS)}")
     op = _local(context, project_id)
     project_id = project_id or (op.project.project_id if op is not None else None)
     if project_id is None:

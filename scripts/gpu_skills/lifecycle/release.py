@@ -105,7 +105,8 @@ def destroy(
             approval_id=approval_id,
             details={"why": why},
         )
-    _set_status(op, machine, "terminating")
+    # One that no one ever saw is not known to be there: it is looked for, and sent away when it turns up.
+    set_status(op, machine, "unknown" if machine.instance_id is None else "terminating")
     return _until_gone(op, machine, seen, wait_s)
 
 
@@ -175,7 +176,7 @@ def _act_on(op: Operator, machine: Machine, seen: Instance | None) -> str:
         raise
     _observe(op, machine, PRESENT, status=seen.status)
     if intent is None:
-        _set_status(op, machine, _AS_SHOWN.get(seen.status, "unknown") if machine.status == "unknown" else None)
+        set_status(op, machine, _AS_SHOWN.get(seen.status, "unknown") if machine.status == "unknown" else None)
         return "present"
     _send_delete(op, machine)
     return "taken"
@@ -207,7 +208,7 @@ def _absent(op: Operator, machine: Machine, intent: Intent | None) -> str:
     )
     if not is_gone:
         if intent is None:
-            _set_status(op, machine, "unknown")
+            set_status(op, machine, "unknown")
         return "absent"
     deadline = _moment(machine.deadline_at)
     was_its_end = intent is not None or (deadline is not None and op.clock.now() >= deadline)
@@ -219,12 +220,14 @@ def note_gone(op: Operator, machine: Machine, status: str = "destroyed") -> str:
     now = timestamp(op.clock.now())
 
     def ended(found: Machine) -> Machine:
+        if found.status in states.FINAL:  # another command saw the same
+            return found
         kept = tuple(c for c in found.conditions if c != "stop_failed")
         return replace(found, status=status, destroyed_at=now, session=None, conditions=kept)
 
     machine = machines.update(op.project, machine.id, ended, clock=op.clock)
     finish_books(op, machine)
-    return status
+    return machine.status
 
 
 def finish_books(op: Operator, machine: Machine) -> None:
@@ -435,7 +438,7 @@ def stop(
         details={"why": why},
     )
     if seen.status != "stopped":
-        _set_status(op, machine, "stopping")
+        set_status(op, machine, "stopping")
     problem = _ask_to_stop(op, machine)
     shown = _until_stopped(op, machine, wait_s)
     if shown is None:
@@ -487,6 +490,8 @@ def note_stopped(op: Operator, machine: Machine, seen: Instance, why: str) -> Ma
     burn = seen.burn_usd_hr if seen.status == "stopped" else seen.storage_usd_hr
 
     def asleep(found: Machine) -> Machine:
+        if found.status in states.FINAL:
+            return found
         return replace(
             found,
             status="stopped",
@@ -533,9 +538,15 @@ def _with_instance(op: Operator, machine: Machine, seen: Instance) -> Machine:
     return machines.update(op.project, machine.id, known, clock=op.clock)
 
 
-def _set_status(op: Operator, machine: Machine, status: str | None) -> None:
-    if status is not None and status != machine.status:
-        machines.update(op.project, machine.id, lambda found: replace(found, status=status), clock=op.clock)
+def set_status(op: Operator, machine: Machine, status: str | None) -> None:
+    """Unless it has come to its end meanwhile. None: as it is."""
+    if status is None or status == machine.status:
+        return
+
+    def changed(found: Machine) -> Machine:
+        return found if found.status in states.FINAL else replace(found, status=status)
+
+    machines.update(op.project, machine.id, changed, clock=op.clock)
 
 
 def _observe(op: Operator, machine: Machine, what: str, *, reason: str | None = None, **details: Any) -> None:

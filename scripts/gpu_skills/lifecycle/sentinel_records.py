@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -96,7 +95,7 @@ def recorder(op: Operator, provider: str) -> Note:
             begun[seen.instance_id] = _begin(op, machine, action)
             after = "stopping" if action == "stop" else "terminating"
             if machine.status not in states.FINAL and not (action == "stop" and machine.status == "terminating"):
-                machines.update(op.project, machine.id, lambda found: replace(found, status=after), clock=op.clock)
+                release.set_status(op, machine, after)
             return
         if action == "stop":
             word = "done" if result == "stopped" else "failed" if result == "failed" else "unknown"

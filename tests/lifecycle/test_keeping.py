@@ -1,0 +1,190 @@
+"""A deadline moves in the label, in the fuse and in the session, and counts as moved when all have told so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_skills.clock import SystemClock, parse_timestamp, timestamp
+from gpu_skills.errors import ApprovalNeeded, CommandFailed, FuseMissing, OverCeiling, Refused
+from gpu_skills.lifecycle import approvals, fuse, intents, keeping, labels, machines
+from gpu_skills.lifecycle.approvals import Approval
+from gpu_skills.state import budget
+from lifecycle import fused
+from rented import rent
+
+pytestmark = pytest.mark.subprocess
+
+
+@pytest.fixture
+def real(rig: Callable[..., Any], login_key: Path) -> Callable[..., Any]:
+    """(rig, fused machine, record) of one that runs, is on record, and has its fuse and a session."""
+
+    def make(vendor: str) -> Any:
+        r = rig(vendor, real=True, frozen=False, limits="off", delays=fused.NO_DELAY)
+        r.op = replace(r.op, clock=SystemClock())
+        one = fused.rent(r, in_s=3600, identity=login_key)
+        one.link().close()  # once it answers, its address is known too
+        now = r.op.clock.now()
+        machine = replace(
+            one.machine,
+            status="ready",
+            rate_usd_hr=Decimal("0.4"),
+            storage_usd_hr=Decimal("0.01"),
+            machine_class="project",
+            label=str(labels.Label(r.project.project_id, fused.INTENT, one.deadline_at)),
+            account=r.op.account(vendor),
+            created_at=timestamp(now),
+            ready_at=timestamp(now),
+            last_seen_at=timestamp(now),
+            deadline_at=timestamp(one.deadline_at),
+        )
+        machines.save(r.project, machine)
+        with closing(one.link()) as link:
+            link.machine = machine
+            machines.open_rented_session(
+                r.project,
+                link,
+                clock=r.op.clock,
+                deadline_at=fuse.session_deadline(one.deadline_at),
+                reason="max_lifetime",
+                idle_timeout_s=900,
+            )
+        return r, one, machines.find(r.project, machine.id)
+
+    return make
+
+
+def say_yes(r: Any, plan: Any) -> Approval:
+    return approvals.give(r.op, plan.ask(), statement="yes, two hours more", source="approve")
+
+
+@pytest.mark.parametrize("vendor", ["vast", "runpod"])
+def test_an_extension_is_read_back_from_label_fuse_and_session(real, vendor):
+    r, one, machine = real(vendor)
+    plan = keeping.extension_plan(r.op, machine, 7200)
+    later = one.deadline_at + timedelta(hours=2)
+    assert plan.deadline_at == timestamp(later) and plan.worst_case_usd >= Decimal("0.8")
+    extended = keeping.extend(r.op, plan, say_yes(r, plan))
+
+    shown = labels.parse(r.reader.machine(one.instance_id).label)
+    with closing(one.link()) as link:
+        assert fuse.read_receipt(link, machine).deadline_at == later
+        session = link.session.call("session", {"project": r.project.project_id})["session"]
+    told = parse_timestamp(session["deadline_at"])
+    assert abs(told - fuse.session_deadline(later)) < timedelta(seconds=5)
+    assert session["idle_timeout_s"] == 900
+    record = machines.find(r.project, machine.id)
+    assert record.deadline_at == timestamp(later) and record == extended.machine
+    (intent,) = [i for i in intents.read(r.project).values() if i.action == "extend"]
+    assert intent.result == "done" and intent.details["deadline_at"] == timestamp(later)
+    reserved = budget.open_reservations(r.project, r.op.environ)[intent.id].reservation.reserved_usd
+    assert reserved == plan.worst_case_usd
+    if vendor == "vast":
+        assert shown.deadline_at == later and extended.deadlines == {}
+    else:  # a running pod is not renamed: what a sentinel elsewhere has to be told
+        assert shown.deadline_at == one.deadline_at and r.calls("patch") == 0
+        assert extended.deadlines == {machine.intent: timestamp(later)}
+
+    again = keeping.extension_plan(r.op, record, 7200)
+    assert again.ask().sha256 != plan.ask().sha256
+    with pytest.raises(ApprovalNeeded):
+        approvals.find(r.op, again.ask())
+
+
+def test_a_machine_that_does_not_take_it_over_keeps_its_deadline_on_record_and_the_yes_goes_on(real):
+    r, one, machine = real("vast")
+    plan = keeping.extension_plan(r.op, machine, 3600)
+    approval = say_yes(r, plan)
+    hidden = one.folder.with_name("hidden")
+    one.folder.rename(hidden)
+    with pytest.raises((FuseMissing, CommandFailed)):
+        keeping.extend(r.op, plan, approval)
+    assert machines.find(r.project, machine.id).deadline_at == machine.deadline_at
+    (intent,) = [i for i in intents.read(r.project).values() if i.action == "extend"]
+    assert intent.is_open
+    if one.folder.exists():  # the fuse made itself a new one meanwhile
+        one.folder.rename(one.folder.with_name("second"))
+    hidden.rename(one.folder)
+    same = keeping.extension_plan(r.op, machine, 3600)
+    assert same.ask().sha256 == plan.ask().sha256
+    keeping.extend(r.op, same, approvals.find(r.op, same.ask()))
+    assert machines.find(r.project, machine.id).deadline_at == plan.deadline_at
+
+
+@pytest.mark.parametrize("vendor", ["vast", "runpod"])
+def test_a_hold_lets_no_idleness_end_it_and_moves_no_deadline(real, vendor):
+    r, one, machine = real(vendor)
+    held = keeping.hold(r.op, machine, r.op.clock.now() + timedelta(minutes=40))
+    assert keeping.held_until(held, r.op.clock.now()) is not None
+    with closing(one.link()) as link:
+        session = link.session.call("session", {"project": r.project.project_id})["session"]
+    assert 2300 < session["idle_timeout_s"] <= 2400
+    assert abs(parse_timestamp(session["deadline_at"]) - fuse.session_deadline(one.deadline_at)) < timedelta(seconds=5)
+    assert keeping.held_until(keeping.let_go(r.op, held), r.op.clock.now()) is None
+
+
+def test_a_hold_ends_with_the_deadline(real):
+    r, one, machine = real("vast")
+    held = keeping.hold(r.op, machine, r.op.clock.now() + timedelta(hours=9))
+    assert keeping.held_until(held, r.op.clock.now()) == one.deadline_at
+    assert keeping.held_until(held, one.deadline_at) is None
+
+
+# what is refused, without a real machine ------------------------------------------------------------------------------
+
+
+def test_what_was_allowed_is_found_again_and_what_got_dearer_is_not(rig):
+    r = rig("vast")
+    machine = rent(r, hours=2)
+    plan = keeping.extension_plan(r.op, machine, 3600)
+    assert keeping.extension_plan(r.op, machine, 3600).ask().sha256 != plan.ask().sha256, "nobody said yes"
+    say_yes(r, plan)
+    assert keeping.extension_plan(r.op, machine, 3600).ask().sha256 == plan.ask().sha256
+    assert keeping.extension_plan(r.op, machine, 1800).ask().sha256 != plan.ask().sha256
+    machines.update(r.project, machine.id, lambda m: replace(m, rate_usd_hr=m.rate_usd_hr * 2))
+    assert keeping.extension_plan(r.op, machine, 3600).ask().sha256 != plan.ask().sha256
+
+
+def test_an_extension_over_a_ceiling_changes_nothing(rig):
+    r = rig("vast")
+    machine = rent(r, hours=2)
+    plan = keeping.extension_plan(r.op, machine, 3600)
+    approval = say_yes(r, plan)
+    policy = r.op.policy()
+    poor = replace(r.op, policy=lambda: replace(policy, ceilings={**policy.ceilings, "day_usd": Decimal("0.01")}))
+    poor = replace(poor, connect=lambda machine: _NoLink())
+    with pytest.raises(OverCeiling):
+        keeping.extend(poor, plan, approval)
+    assert r.reader.machine(machine.host).label == machine.label
+    assert [i.action for i in intents.read(r.project).values()] == ["create"]
+
+
+class _NoLink:
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", ["stopped", "terminating", "destroyed", "unknown"])
+def test_only_what_runs_is_extended_or_held(rig, status):
+    r = rig("vast")
+    machine = rent(r)
+    machines.update(r.project, machine.id, lambda m: replace(m, status=status))
+    with pytest.raises(Refused):
+        keeping.extension_plan(r.op, machine, 3600)
+    with pytest.raises(Refused):
+        keeping.hold(r.op, machine, r.clock.now() + timedelta(hours=1))
+
+
+@pytest.mark.parametrize("text", ["soon", 5, None, "2026-01-01T00:00:00"])
+def test_a_hold_that_is_no_time_is_none(rig, text):
+    r = rig("vast", containers=False)
+    machine = replace(rent(r), extra={"held_until": text})
+    assert keeping.held_until(machine, r.clock.now()) is None
