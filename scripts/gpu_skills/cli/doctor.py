@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpu_skills.cli.base import command
-from gpu_skills.cli.context import RENTED_PROVIDERS, Context
+from gpu_skills.cli.context import Context
 from gpu_skills.cli.output import Output
 from gpu_skills.units import format_usd, json_number, usd
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     example="gpu doctor runpod",
     exits="0 nothing wrong · 1 something is, or with --leaving still bills; its next step is named · 2 usage",
 )
-@click.argument("provider", required=False, type=click.Choice(RENTED_PROVIDERS))
+@click.argument("provider", required=False, metavar="[PROVIDER]")
 @click.option("--config", "show_config", is_flag=True, help="Every setting, its value and where it comes from.")
 @click.option("--notify", "tries_notify", is_flag=True, help="Send a test message to every target of the policy.")
 @click.option("--leaving", is_flag=True, help="List everything that still bills, with the command that ends it.")
@@ -32,6 +32,7 @@ def doctor(context: Context, provider: str | None, show_config: bool, tries_noti
 
     With a provider's name: its account beside the records, as gpu reconcile would find them, and nothing of it changed.
     """
+    from gpu_skills.cli.reconcile import require_rented
     from gpu_skills.errors import GpuError
     from gpu_skills.jobs import checkup
 
@@ -41,6 +42,8 @@ def doctor(context: Context, provider: str | None, show_config: bool, tries_noti
         return Output({"config": rows}, "\n".join(lines))
     if tries_notify:
         return _report([_as_finding(told) for told in context.notifier.test()] or [_nobody()])
+    if provider is not None:
+        require_rented(provider)
     if leaving:
         return _leaving(context, provider)
     if provider is not None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     example="gpu reconcile --json",
     exits="0 all clear · 2 usage or no project · 3 refused · 6 something stays uncertain: listed with what to run",
 )
-@click.option("--provider", "providers", multiple=True, type=click.Choice(RENTED_PROVIDERS), help="Only this account.")
+@click.option("--provider", "providers", multiple=True, metavar="P", help="Only this account: vast or runpod.")
 @click.option("--adopt", is_flag=True, help="Put what carries our label and is not on record back on record.")
 @click.option("--project-id", metavar="ID", help="With --adopt: the id that labels carry, where project.json was lost.")
 def reconcile(context: Context, providers: tuple[str, ...], adopt: bool, project_id: str | None) -> Output:
@@ -35,11 +35,21 @@ def reconcile(context: Context, providers: tuple[str, ...], adopt: bool, project
 
     if project_id is not None and not adopt:
         raise UsageError("--project-id takes machines back: say --adopt too", next_step="gpu reconcile --help")
+    for provider in providers:
+        require_rented(provider)
     _project_with(context, project_id)
     report = passes.run(
         context.operator, providers or known_providers(context), adopt=adopt, project_id=project_id if adopt else None
     )
     return Output(_document(report), _text(report), exit_code=0 if report.is_clear else 6)
+
+
+def require_rented(provider: str) -> None:
+    if provider not in RENTED_PROVIDERS:
+        raise UsageError(
+            f"nothing is rented at {provider[:80]!r}: there are {', '.join(RENTED_PROVIDERS)}",
+            next_step="gpu reconcile --help",
+        )
 
 
 def known_providers(context: Context) -> list[str]:
