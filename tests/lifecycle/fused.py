@@ -73,13 +73,15 @@ class Fused:
     @property
     def is_over(self) -> bool:
         """The vendor has ended it: no GPU bills any more."""
-        return self.instance.phase in OVER
+        return self.instance.phase in OVER and self.instance.intended != "running"  # a restart is stopping, too
 
     def burning(self) -> set[str]:
         return {entry["kind"] for entry in self.rig.sandbox.world.burning()}
 
     @property
     def machine(self) -> Machine:
+        """As the registry would have it, once the vendor shows a way in."""
+        eventually(lambda: any(way.carries_commands for way in self.rig.reader.machine(self.instance_id).ways))
         way = next(way.endpoint for way in self.rig.reader.machine(self.instance_id).ways if way.carries_commands)
         return Machine(
             id=labels.machine_id(INTENT),
@@ -95,7 +97,7 @@ class Fused:
         found: list[Link] = []
 
         def connected() -> bool:
-            with contextlib.suppress(RemoteError, StopIteration):
+            with contextlib.suppress(RemoteError):
                 found.append(self.rig.op.connect(self.machine))
             return bool(found)
 
@@ -215,7 +217,7 @@ class Loop:
 
     @property
     def is_over(self) -> bool:
-        return self.instance.phase in OVER
+        return self.instance.phase in OVER and self.instance.intended != "running"  # a restart is stopping, too
 
     def armed(self, times: int = 1) -> Loop:
         """Once the loop has gone round (for the how-manieth time it was started)."""

@@ -181,6 +181,7 @@ def test_a_second_start_a_day_later_has_its_own_grace(loop: Callable[..., Loop])
     assert stays(one.armed())
 
 
+@pytest.mark.slow
 def test_a_session_of_this_life_lights_it_and_one_of_an_earlier_life_does_not(loop: Callable[..., Loop]) -> None:
     one = loop()
     one.write("alive", old(1000), 10, "abc1")
@@ -233,6 +234,7 @@ def test_the_number_of_a_stranger_in_the_lock_keeps_nobody_out(loop: Callable[..
     eventually(lambda: one.is_over, within_s=10)
 
 
+@pytest.mark.slow
 def test_a_refused_key_is_reported_and_it_keeps_trying(loop: Callable[..., Loop]) -> None:
     one = loop()
     one.instance.faults["key_denied"] = {}

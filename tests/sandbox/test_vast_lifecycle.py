@@ -539,6 +539,18 @@ def test_calls_that_come_too_soon_are_counted_and_refused_when_asked(make_sandbo
     assert sandbox.world.too_frequent["vast", "list"] == 1
 
 
+def test_a_machines_own_key_is_not_limited_by_what_the_account_or_another_machine_asks(make_sandbox):
+    sandbox = make_sandbox(limits="virtual")
+    api = Wire(sandbox)
+    ids = []
+    for _ in range(2):
+        ids.append(create(api))
+        sandbox.advance(20)
+    callers = [(api, ids[0])] + [(Wire(sandbox, key=sandbox.world.instances[id_].key.value), id_) for id_ in ids]
+    asked = [wire.full("PUT", f"/api/v0/instances/{id_}/", {"state": "running"})[0] for wire, id_ in callers * 2]
+    assert asked == [200] * 3 + [429] * 3
+
+
 def test_searches_have_a_budget_of_ten_a_minute(make_sandbox):
     sandbox = make_sandbox(limits="virtual")
     api = Wire(sandbox)

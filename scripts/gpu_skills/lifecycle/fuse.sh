@@ -130,12 +130,15 @@ fuse() {
         say "probe: HTTP $C, key $K"
       fi
     elif ((u >= t)); then
-      ask $M $U "$B" && Z=1 v=0 && rm -f "$F/grace"
+      # 0: the next start is by somebody, however soon it comes. Said before the end, which may be quicker than its answer.
+      Z=0 v=0
+      put alive "0 $u $b"
+      ask $M $U "$B" && Z=1 && rm -f "$F/grace"
       say "$on: $W: HTTP $C"
       ((w = w < 60 ? w * 2 : 60, t = u + w))
     fi
     if ((u >= v)); then
-      put alive "$((Z ? 0 : T)) $u $b" # 0: the next start is by somebody, however soon it comes
+      put alive "$((Z ? 0 : T)) $u $b"
       v=$((u + 20))
     fi
     if [ $K$D != "$was" ] || [ ! -f "$F/receipt.json" ]; then

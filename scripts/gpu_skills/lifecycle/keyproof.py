@@ -29,27 +29,28 @@ def note(op: Operator, provider: str, account: str, verdict: KeyVerdict, rights:
         return
     path = _path(op, provider, account)
     files.make_directory(path.parent)
-
-    def apply(before: Any) -> dict[str, Any]:
+    with files.lock(path):
+        kept = _read(path) if verdict == "proven" else {}  # one denial cancels all proofs
         entry = {"verdict": verdict, "at": timestamp(op.clock.now())}
-        kept = before if isinstance(before, dict) and verdict == "proven" else {}  # one denial cancels all proofs
-        return {**kept, rights: entry}
-
-    files.update(path, apply, default={})
+        files.commit(path, files.dumps_pretty({**kept, rights: entry}))
 
 
 def last(op: Operator, provider: str, account: str, rights: OnExpiry = "stop") -> KeyVerdict:
     """The last answer for these rights; `denied` if there is none since other ones were. A broken file is unknown."""
-    path = _path(op, provider, account)
-    raw = files.read_bytes(path)
-    try:
-        record = files.parse(raw, path) if raw is not None else {}
-    except StateError:
-        return "unknown"
-    entries = record if isinstance(record, dict) else {}
+    entries = _read(_path(op, provider, account))
     verdicts = {name: entry.get("verdict") for name, entry in entries.items() if isinstance(entry, dict)}
     found = verdicts.get(rights, "denied" if "denied" in verdicts.values() else None)
     return cast(KeyVerdict, found) if found in _KNOWN else "unknown"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What can be found out again by the next machine is no reason to stop: a broken file says nothing."""
+    try:
+        raw = files.read_bytes(path)
+        record = files.parse(raw, path) if raw is not None else {}
+    except StateError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _path(op: Operator, provider: str, account: str) -> Path:

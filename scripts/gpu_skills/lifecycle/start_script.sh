@@ -6,8 +6,7 @@
 d=${HOME:-/root}/.ssh s=/usr/sbin/sshd
 mkdir -p $d /run/sshd
 echo "$PUBLIC_KEY" >>$d/authorized_keys
-chmod 700 $d
-chmod 600 $d/authorized_keys
+chmod -R go= $d
 while :; do
   [ -x $s ] || { apt-get update && apt-get install -y openssh-server; }
   ssh-keygen -A

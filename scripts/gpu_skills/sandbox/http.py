@@ -33,7 +33,7 @@ class Limits:
     """The documented minimum interval between two calls of one account to one endpoint.
 
     mode `count` only counts calls that came too soon by the vendor's clock (`world.too_frequent`); `virtual` refuses
-    them with 429 as well, `real` refuses by real time; `off` does nothing.
+    them with 429 as well, `real` refuses by real time; `off` does nothing. A machine's own key is counted by itself.
     """
 
     MODES = ("off", "count", "real", "virtual")
@@ -67,6 +67,12 @@ class Limits:
             return True
         recent.append(now)
         return False
+
+
+def _identity(request: Request) -> Any:
+    """Who a limit counts: the account, or the one machine whose own key was shown."""
+    key = request.key
+    return "anybody" if key is None else (key.account.id, key.instance_id)
 
 
 class Service:
@@ -114,8 +120,7 @@ class Service:
             request.key = face.authenticate(request)
             face.authorize(route, request)
         self._count(face, route, request)
-        identity = request.key.account.id if request.key is not None else "anybody"
-        if self.limits.is_too_soon(identity, face.vendor, route):
+        if self.limits.is_too_soon(_identity(request), face.vendor, route):
             raise WireError(face.too_frequent(route, {}))
         request.faults = self.world.faults.take(face.vendor, route.call, self._names(route, request))
         return self._play(face, route, request)
