@@ -15,7 +15,7 @@ from gpu_skills.lifecycle import accounting, intents, labels, machines, reconcil
 from gpu_skills.state import budget, journal
 from gpu_skills.state.ledger import Ledger
 from gpu_skills.units import usd
-from run_by_hand import STEPS, ByHand, changed, job
+from run_by_hand import LIMITS, STEPS, ByHand, changed, job
 
 VENDORS = ["vast", "runpod"]
 both = pytest.mark.parametrize("vendor", VENDORS)
@@ -313,6 +313,54 @@ def test_a_stop_that_died_is_finished_and_a_start_is_only_read_back(rig, vendor)
     r.clock.sleep(30)
     go(r)
     assert intents.read(r.project)["x3"].result == "done" and hand.machine.status == "booting"
+
+
+@both
+def test_an_extension_that_died_halfway_is_taken_back_and_its_money_is_free(rig, vendor):
+    r = rig(vendor, containers=False)
+    hand = ByHand(r).upto("close")
+    true = hand.ready()
+    later = hand.deadline_at + timedelta(hours=4)
+    label = labels.parse(true.label).with_deadline(later)
+    common = {"provider": vendor, "machine_id": hand.machine_id, "approval_id": "a_77"}
+    intents.begin(r.project, r.clock, "extend", "x9", **common, details={"deadline_at": timestamp(later)})
+    budget.reserve(
+        r.project, r.op.ledger, r.clock, LIMITS, intent="x9", account=r.op.account(vendor), provider=vendor,
+        cost_usd=2, rate_usd_hr=1, deadline_h=10, machine_id=hand.machine_id, environ=r.op.environ,
+    )  # fmt: skip
+    r.writer.set_label(true.instance_id, str(label))
+    go(r)
+    assert intents.read(r.project)["x9"].is_open and open_money(r) == 7
+    r.clock.sleep(700)
+    go(r)
+    assert intents.read(r.project)["x9"].result == "failed" and open_money(r) == 5
+    words(go(r))
+    assert hand.machine.deadline_at == true.deadline_at
+    if vendor == "vast":  # RunPod may reset a machine that runs when its name changes
+        assert r.reader.machine(true.instance_id).label == hand.machine.label == true.label
+    r.clock.sleep(7 * 3600)
+    assert "deadline_passed" in words(go(r))
+
+
+@both
+def test_a_start_that_came_to_nothing_frees_its_money(rig, vendor):
+    r = rig(vendor, containers=False)
+    hand = ByHand(r).upto("close")
+    hand.ready()
+    release.stop(r.op, hand.machine)
+    common = {"provider": vendor, "machine_id": hand.machine_id, "approval_id": "a_77"}
+    intents.begin(r.project, r.clock, "start", "x9", **common)
+    budget.reserve(
+        r.project, r.op.ledger, r.clock, LIMITS, intent="a_77", account=r.op.account(vendor), provider=vendor,
+        cost_usd=2, rate_usd_hr=1, deadline_h=10, machine_id=hand.machine_id, environ=r.op.environ,
+    )  # fmt: skip
+    with runs.working_on(r.op, "a_77"):
+        assert words(go(r)) == ["worked_on"]
+    r.clock.sleep(700)
+    with runs.working_on(r.op, "a_77"):
+        assert words(go(r)) == ["worked_on"] and open_money(r) == 7
+    go(r)
+    assert intents.read(r.project)["x9"].result == "failed" and open_money(r) == 5
 
 
 @both

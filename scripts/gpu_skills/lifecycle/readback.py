@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import GpuError, StopFailed
-from gpu_skills.lifecycle import intents, labels, lives, machines, ownership, release, sentinel, states
+from gpu_skills.lifecycle import intents, labels, lives, machines, ownership, release, runs, sentinel, states
 from gpu_skills.lifecycle import plan as plans
 from gpu_skills.lifecycle import sentinel_records as deadlines
 from gpu_skills.lifecycle.intents import Intent
@@ -18,10 +18,11 @@ from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plan import Plan
 from gpu_skills.lifecycle.sentinel import Decision
 from gpu_skills.providers.base import Machine as Instance
+from gpu_skills.state import budget
 from gpu_skills.units import format_usd, usd
 
-# A start that was not answered may still be on its way; later it is not.
-START_ON_ITS_WAY = timedelta(minutes=10)
+# A start or an extension whose command died may still be on its way; later it is not.
+ON_ITS_WAY = timedelta(minutes=10)
 # Seconds are cut from times on record and in labels.
 _SAME_MOMENT = timedelta(seconds=2)
 
@@ -61,6 +62,7 @@ def compare(op: Operator, machine: Machine, seen: Instance) -> list[Note]:
             )
         )
         machines.update(op.project, machine.id, lambda m: replace(m, rate_usd_hr=max(m.rate_usd_hr, rate)))
+    found += _label_too_late(op, machine, seen, label)
     deadline_at = deadline_of(op, machine, seen, label)
     on_record = lives.time_of(machine.deadline_at)
     if _differ(on_record, deadline_at):
@@ -78,9 +80,45 @@ def compare(op: Operator, machine: Machine, seen: Instance) -> list[Note]:
     return found
 
 
+def worked_on(op: Operator, machine: Machine) -> str | None:
+    """The approval of a change to this machine that some process is making right now."""
+    for intent in intents.read(op.project).values():
+        if intent.machine_id == machine.id and intent.is_open and intent.approval_id is not None:
+            if runs.is_worked_on(op, intent.approval_id):
+                return intent.approval_id
+    return None
+
+
 def deadline_of(op: Operator, machine: Machine, seen: Instance, label: Label) -> datetime | None:
     """What holds: the label, or what was approved later. Never what stands in the registry."""
-    return sentinel.effective_deadline(seen, label, deadlines.deadlines(op, machine.provider))
+    known = deadlines.deadlines(op, machine.provider)
+    if _never_came_true(op, machine, label):
+        return known[label.intent]
+    return sentinel.effective_deadline(seen, label, known)
+
+
+def _never_came_true(op: Operator, machine: Machine, label: Label) -> bool:
+    """Whether the label holds the deadline of a start or an extension that came to nothing."""
+    approved = deadlines.deadlines(op, machine.provider).get(label.intent)
+    if approved is None or label.deadline_at is None or label.deadline_at - approved <= _SAME_MOMENT:
+        return False
+    return any(
+        i.action in ("start", "extend") and i.machine_id == machine.id and i.result in ("failed", "refused")
+        for i in intents.read(op.project).values()
+    )
+
+
+def _label_too_late(op: Operator, machine: Machine, seen: Instance, label: Label) -> list[Note]:
+    """Put the approved deadline back into the label, where that does not disturb the machine."""
+    if not _never_came_true(op, machine, label):
+        return []
+    may_relabel = op.reader(machine.provider).traits.relabel_is_safe or seen.status == "stopped"
+    if may_relabel:
+        approved = label.with_deadline(deadlines.deadlines(op, machine.provider)[label.intent])
+        op.writer(machine.provider).set_label(seen.instance_id, str(approved))
+        machines.update(op.project, machine.id, lambda m: replace(m, label=str(approved)))
+    text = "its label has the deadline of a change that came to nothing"
+    return [Note("label_differs", text + (": mended" if may_relabel else "; it is mended once it is stopped"))]
 
 
 def follow(op: Operator, machine: Machine, seen: Instance) -> Machine:
@@ -94,7 +132,7 @@ def follow(op: Operator, machine: Machine, seen: Instance) -> Machine:
         if intent.action == "start":
             return _finish_start(op, machine, seen, intent)
         if intent.action == "extend":
-            _finish_extend(op, intent)
+            _finish_extend(op, machine, seen, intent)
     if release.open_destroy(op, machine.id) is not None:
         return set_status(op, machine.id, "terminating")
     return _as_shown(op, machine, seen)
@@ -119,20 +157,50 @@ def _finish_start(op: Operator, machine: Machine, seen: Instance, intent: Intent
         intents.close(op.project, op.clock, intent.id, "done", reason="read back")
         return set_status(op, machine.id, "booting")
     began = lives.time_of(intent.ts)
-    if seen.status == "stopped" and began is not None and op.clock.now() - began >= START_ON_ITS_WAY:
+    if seen.status == "stopped" and began is not None and op.clock.now() - began >= ON_ITS_WAY:
         intents.close(op.project, op.clock, intent.id, "failed", reason="it did not start")
+        _free(op, intent)
         return release.note_stopped(op, machine, seen, "it did not start")
     return machine
 
 
-def _finish_extend(op: Operator, intent: Intent) -> None:
-    """An extension that died on its way counts as not done: the fuse on the machine has its last word.
+def _free(op: Operator, intent: Intent) -> None:
+    """What was reserved for a change that came to nothing."""
+    for name, reserved in budget.open_reservations(op.project, op.environ).items():
+        if name in (intent.id, intent.approval_id) and reserved.reservation.account:
+            directory = reserved.reservation.account
+            budget.settle(op.project, op.clock, intent=name, directory=directory, settled_usd=0, environ=op.environ)
 
-    The earlier deadline holds until the machine itself has told the new one, which only `extend` asks for.
+
+def _finish_extend(op: Operator, machine: Machine, seen: Instance, intent: Intent) -> None:
+    """The fuse on the machine has the last word: what it holds is the deadline.
+
+    What it does not hold after a while came to nothing; `gpu machine extend` asks again.
     """
+    wanted = lives.time_of(intent.details.get("deadline_at"))
+    if wanted is not None and seen.status == "running" and not _differ(_held_by_fuse(op, machine), wanted):
+        intents.close(op.project, op.clock, intent.id, "done", reason="read back")
+        machines.update(op.project, machine.id, lambda m: replace(m, deadline_at=timestamp(wanted)), clock=op.clock)
+        return
     began = lives.time_of(intent.ts)
-    if began is None or op.clock.now() - began >= START_ON_ITS_WAY:
-        intents.close(op.project, op.clock, intent.id, "failed", reason="half done: gpu machine extend again")
+    if began is None or op.clock.now() - began >= ON_ITS_WAY:
+        intents.close(op.project, op.clock, intent.id, "failed", reason="the machine did not take it")
+        _free(op, intent)
+
+
+def _held_by_fuse(op: Operator, machine: Machine) -> datetime | None:
+    """The deadline in the machine's own receipt; None where it cannot be read now."""
+    from gpu_skills.lifecycle import fuse
+
+    try:
+        link = op.connect(machine)
+        try:
+            receipt = fuse.read_receipt(link, machine)
+            return None if receipt is None else receipt.deadline_at
+        finally:
+            link.close()
+    except GpuError:
+        return None
 
 
 def _as_shown(op: Operator, machine: Machine, seen: Instance) -> Machine:

@@ -281,6 +281,10 @@ class _Pass:
             if machine.instance_id is None:
                 self._look_for(machine)
                 return
+            if approval := readback.worked_on(self.op, machine):
+                text = f"another gpu command works on approval {approval}"
+                self._say("worked_on", text, machine=machine, next_step="gpu status")
+                return
             seen = next((s for s in self.shown if s.instance_id == machine.instance_id), None)
             if seen is None:
                 self._absent(machine)
