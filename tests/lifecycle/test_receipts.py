@@ -145,10 +145,10 @@ class Bucket:
 @pytest.fixture
 def bucket(monkeypatch) -> Bucket:
     made = Bucket()
-    boto3, botocore, config = types.ModuleType("boto3"), types.ModuleType("botocore"), types.ModuleType("config")
+    boto3, session = types.ModuleType("boto3"), types.ModuleType("boto3.session")
     boto3.client = lambda service, config: made  # type: ignore[attr-defined]
-    config.Config = dict  # type: ignore[attr-defined]
-    for name, module in (("boto3", boto3), ("botocore", botocore), ("botocore.config", config)):
+    session.Config = dict  # type: ignore[attr-defined]
+    for name, module in (("boto3", boto3), ("boto3.session", session)):
         monkeypatch.setitem(sys.modules, name, module)
     return made
 

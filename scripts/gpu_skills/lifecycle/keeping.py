@@ -16,7 +16,17 @@ from decimal import Decimal
 
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import GpuError, Protected, Refused, UnexpectedReply
-from gpu_skills.lifecycle import actions, approvals, intents, machines, ownership, release, runs, states
+from gpu_skills.lifecycle import (
+    actions,
+    approval_record,
+    approvals,
+    intents,
+    machines,
+    ownership,
+    release,
+    runs,
+    states,
+)
 from gpu_skills.lifecycle.actions import ActionPlan
 from gpu_skills.lifecycle.approvals import Approval
 from gpu_skills.lifecycle.labels import Label
@@ -26,7 +36,6 @@ from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import budget
 
 ASKED_FOR = timedelta(hours=1)
-MAX_PLANS_READ = 200
 HELD_UNTIL = "held_until"
 
 
@@ -214,15 +223,13 @@ def allowed(
 
     A command that was refused for want of a yes froze one; called again after the yes, it goes on with that.
     """
-    folder = op.project.path("plans")
-    files = [path for path in folder.glob("*.json") if not path.name.startswith("draft-")] if folder.is_dir() else []
-    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)[:MAX_PLANS_READ]:
+    for name in approval_record.plans_named(op.project):
         try:
-            plan = _as_frozen(op, path.stem)
+            plan = _as_frozen(op, name)
             if plan.action == action and plan.machine_id == machine.id and fits(plan):
                 approvals.find(op, plan.ask())
                 return plan
-        except (GpuError, OSError):  # another kind of plan, a damaged one, or one without a yes
+        except GpuError:  # another kind of plan, a damaged one, or one whose yes does not hold
             continue
     return None
 

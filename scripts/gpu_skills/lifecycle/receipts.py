@@ -139,13 +139,12 @@ def _s3(place: str) -> tuple[Any, type[Exception]]:
     """A client with what the environment holds for it, and the error that says that there is no object."""
     try:
         import boto3
+        from boto3.session import Config  # botocore's, which boto3 brings along
     except ImportError as exc:
         raise MissingProgram(
             f"{place} needs the Python package boto3, which is not installed here",
             next_step="install boto3, or keep the receipt in a file",
         ) from exc
-    from botocore.config import Config
-
     settings = Config(connect_timeout=10, read_timeout=30, retries={"max_attempts": 3})
     try:
         client = boto3.client("s3", config=settings)
