@@ -94,15 +94,14 @@ class Fused:
 
     def link(self) -> Link:
         """A conversation with its runner, once SSH answers."""
-        found: list[Link] = []
-
-        def connected() -> bool:
-            with contextlib.suppress(RemoteError):
-                found.append(self.rig.op.connect(self.machine))
-            return bool(found)
-
-        eventually(connected, within_s=20)
-        return found[0]
+        until = time.monotonic() + 20
+        while True:
+            try:
+                return self.rig.op.connect(self.machine)  # type: ignore[no-any-return]
+            except RemoteError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
 
     def receipt(self, **wanted: Any) -> dict[str, Any]:
         """The receipt on the disk, once its fields are these."""

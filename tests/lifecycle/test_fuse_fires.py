@@ -179,6 +179,28 @@ def test_the_key_is_in_no_file_and_no_command_line(real: Callable[[str], Any]) -
         assert key not in fused.log and "HTTP 403" in fused.log
 
 
+@pytest.mark.slow
+@BOTH
+def test_the_end_of_a_session_ends_the_machine_and_not_its_next_life(
+    real: Callable[[str], Any], open_link: Callable[[Fused], Link], login_key: Path, vendor: str
+) -> None:
+    fused = rent(real(vendor), in_s=3600, identity=login_key)
+    boot = fused.receipt(key="proven")["boot"]
+    project = fused.rig.project.project_id
+    session = {"id": "s1", "on_expiry": "fuse", "fuse": INTENT, "deadline_in_s": 1}
+    open_link(fused).session.call("session", {"project": project, "session": session})
+    eventually(lambda: fused.is_over)
+    eventually(lambda: fused.instance.phase == "stopped")
+    fused.rig.sandbox.settle()
+    act(fused, "start")
+    eventually(lambda: fused.instance.phase == "running" and fused.receipt()["boot"] != boot)
+    # The session is on the disk as expired and not yet done: the first look at it sees that its end has come.
+    session = open_link(fused).session
+    eventually(lambda: session.call("session", {"project": project})["watcher"] is False)
+    time.sleep(3)
+    assert not fused.is_over
+
+
 def test_nothing_is_set_where_no_fuse_lives(
     real: Callable[[str], Any], open_link: Callable[[Fused], Link], login_key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

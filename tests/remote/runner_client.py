@@ -195,6 +195,11 @@ def is_alive(pid: int) -> bool:
     return stat.rsplit(")", 1)[1].split()[0] not in "ZX"
 
 
+def find_start(pid: int) -> str:
+    """When a process began, as the system counts it: with its number it names one process."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+
+
 def carriers(nonce: str) -> list[int]:
     """The pids of all processes that carry the marker of a job."""
     found = []

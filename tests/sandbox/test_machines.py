@@ -77,6 +77,15 @@ def test_without_that_sessions_see_nothing_of_the_containers_environment(sandbox
     assert ssh(login_key, direct_port(api, instance_id), "env").stdout.count("OWN_A") == 0
 
 
+def test_a_session_has_nothing_of_what_this_computers_own_shell_would_set(sandbox, api, login_key):
+    """sshd starts the shell of the user who runs the sandbox, and that would read their .bashrc."""
+    instance_id = running(sandbox, api)
+    lines = ssh(login_key, direct_port(api, instance_id), "env").stdout.splitlines()
+    names = {line.split("=")[0] for line in lines if not line.startswith(("SSH_", "GPU_SANDBOX_"))}
+    of_sshd = {"MAIL", "MOTD_SHOWN", "PWD", "OLDPWD", "SHLVL", "_"}
+    assert names - of_sshd == {"HOME", "USER", "LOGNAME", "SHELL", "LANG", "PATH", "TMPDIR"}
+
+
 def test_a_machine_ends_itself_with_its_own_key(sandbox, api):
     start = (
         "python3 -c \"import os, urllib.request as u; r = u.Request(os.environ['VAST_URL'] + '/api/v0/instances/' + "

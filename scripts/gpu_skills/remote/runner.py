@@ -1903,6 +1903,8 @@ def open_session(project: Project, wanted: dict[str, Any]) -> None:
         if current is not None and not current.get("expired_at") and wanted.get("only_if_none") is True:
             return  # two set-ups at once: the first one's session stands, and its deadline with it
         if current is None or current.get("id") != name:
+            if current is not None and current.get("fuse"):
+                remove(os.path.join(Fuse(project.root, current["fuse"]).folder, "fire"))  # nobody's end any more
             current = {"id": name, "started_at": timestamp(now), "expired_at": None, "expired_why": None}
         elif current.get("expired_at"):
             return
@@ -2856,18 +2858,22 @@ def light_fuse(project: Project, ended: dict[str, Any]) -> bool:
     """Ask the fuse to end the billing of this machine, again and again: it does so by ending all of us.
 
     True, and no more asking, once the machine was stopped and started since: that end has come, this is another life.
+    Or once another session is open, which takes the fire back under the same lock.
     """
     here = Fuse(project.root, str(ended.get("fuse")))
-    boot, asked = here.boot(), ended.get("fire_boot")
-    if asked is None:
-        record_expiry(project, ended)
-        change_session(project, ended["id"], fire_boot=boot or "")
-    if asked and boot and boot != asked:
-        return True
-    if boot and not asked and asked is not None:
-        change_session(project, ended["id"], fire_boot=boot)  # the fuse came to life after the first look
-    if boot and here.words("fire") != [ended["id"], boot]:
-        here.write("fire", ended["id"], boot)
+    with SessionLock(project):
+        current = read_session(project)
+        if current is None or current.get("id") != ended["id"]:
+            return True
+        boot, asked = here.boot(), current.get("fire_boot")
+        if asked and boot and boot != asked:
+            return True
+        if asked is None:
+            record_expiry(project, ended)
+        if asked is None or (boot and not asked):  # "": the fuse was not there yet
+            write_json(project.file("session.json"), dict(current, fire_boot=boot or ""))
+        if boot and here.words("fire") != [ended["id"], boot]:
+            here.write("fire", ended["id"], boot)
     return False
 
 

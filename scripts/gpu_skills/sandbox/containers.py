@@ -315,6 +315,7 @@ class Container:
             f"AuthorizedKeysFile {self.etc}/authorized_keys {self.home}/.ssh/authorized_keys\n"
             f"Banner {self.etc}/banner\n"
             f"ForceCommand {self.etc}/login\n"
+            "SetEnv SHLVL=1\n"  # else the shell that sshd starts reads the .bashrc of whoever runs the sandbox
             "StrictModes no\n"  # the key file may lie below a folder that everybody may write to, like /tmp
             "UsePAM no\n"
             "UseDNS no\n"
