@@ -284,6 +284,7 @@ def test_a_cancel_after_the_launching_command_died_ends_what_it_began(shop):
     assert len(s.burning()) == 1
     pending = s.gpu("job", "status", "--json").document
     assert (pending["job"], pending["state"], pending["phase"]) == ("J-000001", "running", "booting")
+    assert [job["job"] for job in s.gpu("job", "ls", "--json").document["jobs"]] == ["J-000001"]
     result = s.gpu("job", "cancel", "--json")
     assert result.exit_code == 0, result.stderr
     assert result.document["state"] == "cancelled" and s.burning() == []
@@ -360,6 +361,17 @@ def test_a_second_command_waits_for_the_one_that_is_at_it(shop):
     result = s.run(plan, "--hold-for", "0")
     assert result.exit_code == 0 and sum(s.clock.slept) >= 6, result.stderr
     assert s.creates == 1
+
+
+def test_a_launch_that_found_nothing_to_rent_is_no_running_job(shop):
+    s = shop(real=False)
+    plan = s.plan()
+    s.sandbox.world.apply_faults([{"match": {"call": "create"}, "fault": "no_capacity", "times": 99}])
+    result = s.run(plan, "--yes")
+    assert result.exit_code == 125 and result.error["code"] == "no_capacity", result.stderr
+    status = s.gpu("job", "status", "J-000001", "--json").document
+    assert (status["state"], status["reason"]) == ("failed", "not_launched")
+    assert s.gpu("job", "ls", "--json").document["jobs"] == [] and s.burning() == [] and s.ledger() == []
 
 
 def test_one_approval_is_one_machine_also_from_a_copy_of_the_state(shop, tmp_path):
@@ -453,6 +465,7 @@ def test_a_job_goes_on_when_the_connection_breaks(shop):
     assert result.exit_code == 0 and "line 6" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_outlives_its_machines_time_is_a_timeout_that_names_the_limit(shop):
     s = shop()
     plan = s.plan(run="echo half > $GPU_OUTPUT_DIR/half; sleep 600")

@@ -177,10 +177,16 @@ def _run_plan(context: Context, plan: str, frozen: dict[str, Any], **flags: Any)
 @command("ls", reads_only=True, example="gpu job ls --limit 20")
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True)
 def ls(context: Context, limit: int) -> Output:
-    """List jobs, newest first. Reads only."""
+    """List jobs, newest first; one whose machine is being made comes first. Reads only."""
+    from gpu_skills.jobs import launch
+
     _settle_all(context)
     shown = context.ledger.jobs(limit=limit)
     documents = [line_document(context, line) for line in shown]
+    if (pending := launch.latest_pending(context.project, context.ledger)) is not None:
+        from gpu_skills.cli.job_plan import pending_line
+
+        documents.insert(0, line_document(context, pending_line(context, pending)))
     rows = [
         [
             d["job"],
@@ -510,7 +516,9 @@ def _ask(context: Context, job_id: str) -> dict[str, Any] | None:
     link = _link(context, job_id)
     answer = _settle(context, link).get(job_id)
     if answer is not None and answer["state"] == "running" and context.may_write:
-        observe.sync_events(context.project, link, job_id)
+        events = observe.sync_events(context.project, link, job_id)
+        if link.machine.is_rented and any(event["event"] == "no_progress" for event in events):
+            context.notifier.send("job_stalled", job_id, rate_usd_hr=link.machine.rate_usd_hr)
     return answer
 
 

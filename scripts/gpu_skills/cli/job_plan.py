@@ -11,7 +11,7 @@ from gpu_skills.cli.context import Context
 from gpu_skills.cli.job_view import job_document, summary
 from gpu_skills.cli.job_watch import stream
 from gpu_skills.cli.output import Output, say
-from gpu_skills.errors import EXIT_CANCELLED, EXIT_TIMEOUT, GpuError, StateBusy, UsageError
+from gpu_skills.errors import EXIT_CANCELLED, EXIT_TIMEOUT, GpuError, RemoteError, StateBusy, UsageError
 from gpu_skills.units import counted, format_bytes, format_duration, format_usd
 
 if TYPE_CHECKING:
@@ -250,6 +250,10 @@ def _to_the_end(
         except KeyboardInterrupt:
             _say_it_goes_on(launched, link)
             return _output(context, op, launched, EXIT_CANCELLED)
+        except RemoteError as exc:  # the provider shows it running: nothing is concluded
+            exc.details["job"] = _document(context, op, launched)
+            exc.next_step = f"gpu job run --plan {launched.plan[:12]} follows again; {_until(link.machine)}"
+            raise
         disposable.settle(op, link)
         if not disposable.may_try_again(op, launched, _machine_now(op, link)):
             return _collected(context, op, launched, link)
@@ -288,7 +292,7 @@ def _followed(context: Context, op: Operator, launched: Launch, link: Link, watc
 
 def _without_machine(context: Context, op: Operator, launched: Launch, exc: BaseException) -> Output:
     """The machine is lost, or somebody cancelled from elsewhere while it did not answer."""
-    from gpu_skills.jobs import cancelling
+    from gpu_skills.jobs import cancelling, checkpoints
     from gpu_skills.jobs.watching import MachineLost
 
     if not isinstance(exc, MachineLost):
@@ -297,6 +301,9 @@ def _without_machine(context: Context, op: Operator, launched: Launch, exc: Base
     if op.ledger.state_of(op.ledger.latest(launched.job) or {}) == "timeout":
         return _output(context, op, launched, EXIT_TIMEOUT)
     exc.details["job"] = _document(context, op, launched)
+    with contextlib.suppress(GpuError):
+        newest = checkpoints.latest(context.project, launched.job)
+        exc.next_step = f"gpu plan --freeze --resume-from {launched.job} (step {newest.step} of it is here)"
     raise exc
 
 
@@ -308,10 +315,8 @@ def _collected(context: Context, op: Operator, launched: Launch, link: Link) -> 
         pulled = _pull(context, link, job)
     except GpuError as exc:
         exc.details["job"] = _document(context, op, launched)
-        exc.next_step = (
-            f"gpu job pull {job} --force, then gpu job run --plan {launched.plan[:12]}; until then {link.machine.id} "
-            f"goes on and may bill until {link.machine.deadline_at}"
-        )
+        again = f"gpu job pull {job} --force, then gpu job run --plan {launched.plan[:12]}"
+        exc.next_step = f"{again}; {_until(link.machine)}"
         raise
     say(pulled.text)
     line = op.ledger.latest(job) or {}
@@ -388,21 +393,23 @@ def _pull_quietly(context: Context, link: Link, job: str) -> None:
 # what is said -------------------------------------------------------------------------------------------------------
 
 
-def pending_document(context: Context, launched: Launch) -> dict[str, Any]:
-    """A job whose machine is being made: it has no ledger line yet."""
-    from gpu_skills.jobs import disposable
-    from gpu_skills.lifecycle import plan, runs
+def pending_line(context: Context, launched: Launch) -> dict[str, Any]:
+    """What the ledger would say of a job whose machine is being made, if it had a line."""
+    from gpu_skills.lifecycle import plan
 
-    op = context.operator
     found = plan.load(context.project, launched.plan)[1]
     job = found.job or {}
-    line = {
-        "id": launched.job,
-        "status": "running",
-        "provider": found.provider,
-        "inputs": {"run": job.get("run"), "label": job.get("label")},
-    }
-    document = job_document(context, launched.job, None, line)
+    inputs = {"run": job.get("run"), "label": job.get("label")}
+    return {"id": launched.job, "status": "running", "provider": found.provider, "inputs": inputs}
+
+
+def pending_document(context: Context, launched: Launch) -> dict[str, Any]:
+    """A job whose machine is being made."""
+    from gpu_skills.jobs import disposable
+    from gpu_skills.lifecycle import runs
+
+    op = context.operator
+    document = job_document(context, launched.job, None, pending_line(context, launched))
     run = runs.load(op, launched.approval_id) if launched.approval_id else None
     machine = disposable.won_machine(op, launched)
     newest = run.attempts[-1] if run is not None and run.attempts else None
@@ -410,6 +417,9 @@ def pending_document(context: Context, launched: Launch) -> dict[str, Any]:
     document["machine"] = machine.id if machine is not None else newest.machine_id if newest is not None else None
     document["gpu"] = newest.gpu if newest is not None else None
     document["next_step"] = f"gpu job run --plan {launched.plan[:12]}, or gpu job cancel {launched.job}"
+    if launched.ended_at is not None:
+        document |= {"state": "failed", "phase": None, "reason": "not_launched", "error": "it got no machine"}
+        document["next_step"] = "gpu plan --freeze"
     return document
 
 
@@ -457,6 +467,10 @@ def _say_it_goes_on(launched: Launch, link: Link) -> None:
         f"gpu: stopped watching, {launched.job} goes on and {link.machine.id} bills until {link.machine.deadline_at} "
         f"at the latest; next: gpu job run --plan {launched.plan[:12]}, or gpu job cancel {launched.job}"
     )
+
+
+def _until(machine: Machine) -> str:
+    return f"{machine.id} goes on and may bill until {machine.deadline_at}"
 
 
 def _as_answer(op: Operator, line: dict[str, Any]) -> dict[str, Any]:

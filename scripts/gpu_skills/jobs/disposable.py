@@ -23,6 +23,7 @@ from gpu_skills.errors import (
     GpuError,
     MissingCredential,
     Refused,
+    StateBusy,
     Uncertain,
     UsageError,
 )
@@ -209,9 +210,21 @@ def rent(op: Operator, launched: Launch, found: Plan, approval: Approval) -> tup
         except KeyboardInterrupt:
             end_machines(op, launched, why="cancelled")
             raise
+        except StateBusy:
+            raise
+        except GpuError:
+            if not may_bill(op, launched):
+                launch.end(op.project, op.clock, launched.plan)
+            raise
         machine, link = provisioned.machine, provisioned.link
     launch.update(op.project, launched.plan, lambda one: replace(one, machine_id=machine.id))
     return machine, link
+
+
+def may_bill(op: Operator, launched: Launch) -> bool:
+    """Whether something of this launch's approval is, or may be, at the provider."""
+    run = runs.load(op, launched.approval_id) if launched.approval_id else None
+    return run is not None and any(a.result != "refused" and not a.is_over for a in run.attempts)
 
 
 def submit(
@@ -314,6 +327,9 @@ def keep(op: Operator, launched: Launch, link: Link | None) -> datetime | None:
     """
     if launched.hold_for_s <= 0 or launched.cancelled_at is not None or launched.ended_at is not None:
         return None
+    line = op.ledger.latest(launched.job) or {}
+    if op.ledger.state_of(line) == "timeout" and line.get("reason") != "timeout":
+        return None  # the machine's own end cut the job: there is nothing left to hold
     until = launched.held_until
     if until is None:
         until = op.clock.now() + timedelta(seconds=launched.hold_for_s)

@@ -113,7 +113,7 @@ def begin(project: Project, ledger: Ledger, clock: Clock, plan: str, limits: Lim
     files.make_directory(path.parent)
     with files.lock(path):
         found = find(project, plan)
-        if found is not None and found.approval_id == approval_id:
+        if found is not None and found.approval_id == approval_id and found.ended_at is None:
             return found
         if found is None:
             jobs = (ledger.new_job_id(),)

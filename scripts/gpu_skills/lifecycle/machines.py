@@ -288,11 +288,12 @@ def open_rented_session(
 ) -> None:
     """Make sure a session is open on a rented machine. At its end the machine's own fuse ends the billing.
 
-    is_moved: one that is open gets this deadline; otherwise it keeps its own, so that two commands agree.
+    is_moved: one that is open gets this deadline, and one that has ended stays so; otherwise an open one keeps its own,
+    so that two commands agree.
     """
     current = link.session.call("session", {"project": project.project_id})["session"]
     is_open = current is not None and current.get("expired_at") is None
-    if not is_open or is_moved:
+    if is_open is is_moved:
         left_s = None if deadline_at is None else max(1.0, (deadline_at - clock.now()).total_seconds())
         wanted = {
             "id": current["id"] if is_open else "s_" + secrets.token_hex(5),
@@ -305,12 +306,13 @@ def open_rented_session(
         }
         current = link.session.call("session", {"project": project.project_id, "session": wanted})["session"]
     now = timestamp(clock.now())
-    link.machine = update(
-        project,
-        link.machine.id,
-        lambda machine: replace(machine, status="ready", session=current, last_seen_at=now),
-        clock=clock,
-    )
+
+    def told(found: Machine) -> Machine:
+        """A machine that is on its way out stays so."""
+        status = "ready" if found.status in ("requested", "booting", "ready", "busy") else found.status
+        return replace(found, status=status, session=current, last_seen_at=now)
+
+    link.machine = update(project, link.machine.id, told, clock=clock)
 
 
 def session_deadline(config: GpuConfig, rate_usd_hr: Decimal) -> tuple[float | None, str | None]:
