@@ -69,7 +69,7 @@ def _gone_on_with(context: Context, op: Operator, launched: Launch, found: Plan,
     """Follow a job that has begun, or finish what is left of one that has ended."""
     from gpu_skills.jobs import disposable
     from gpu_skills.jobs.disposable import CancelRequested
-    from gpu_skills.jobs.watching import MachineLost
+    from gpu_skills.jobs.watching import LOST
     from gpu_skills.lifecycle import states
 
     machine = disposable.won_machine(op, launched)
@@ -83,7 +83,7 @@ def _gone_on_with(context: Context, op: Operator, launched: Launch, found: Plan,
     watch = _watch(context, op, launched, found, machine)
     try:
         link = watch.connect()
-    except (MachineLost, CancelRequested) as exc:
+    except (*LOST, CancelRequested) as exc:
         return _without_machine(context, op, launched, exc)
     return _to_the_end(context, op, launched, found, link, watch, None, detach=detach)
 
@@ -238,14 +238,14 @@ def _to_the_end(
     """Everything after the start. Whatever breaks off here, the same command again goes on."""
     from gpu_skills.jobs import disposable
     from gpu_skills.jobs.disposable import CancelRequested
-    from gpu_skills.jobs.watching import MachineLost
+    from gpu_skills.jobs.watching import LOST
 
     if detach:
         return _detached(context, launched, link)
     while True:
         try:
             link = _followed(context, op, launched, link, watch)
-        except (MachineLost, CancelRequested) as exc:
+        except (*LOST, CancelRequested) as exc:
             return _without_machine(context, op, launched, exc)
         except KeyboardInterrupt:
             _say_it_goes_on(launched, link)
@@ -293,9 +293,9 @@ def _followed(context: Context, op: Operator, launched: Launch, link: Link, watc
 def _without_machine(context: Context, op: Operator, launched: Launch, exc: BaseException) -> Output:
     """The machine is lost, or somebody cancelled from elsewhere while it did not answer."""
     from gpu_skills.jobs import cancelling, checkpoints
-    from gpu_skills.jobs.watching import MachineLost
+    from gpu_skills.jobs.watching import LOST
 
-    if not isinstance(exc, MachineLost):
+    if not isinstance(exc, LOST):
         cancelling.cancel(op, launched, collect=lambda there, job: _pull(context, there, job))
         return _output(context, op, launched, EXIT_CANCELLED)
     if op.ledger.state_of(op.ledger.latest(launched.job) or {}) == "timeout":

@@ -47,12 +47,15 @@ class MachineLost(RemoteError):
     next_step = "gpu job status {job}"
 
 
-class Preempted(MachineLost):
+class Preempted(RemoteError):
     """It was taken away, as an interruptible machine may be. Another machine is another plan."""
 
     code = "preempted"
     template = "{host} was taken away from {job} ({reason}); another machine needs a plan and an approval of its own"
     next_step = "gpu plan --freeze"
+
+
+LOST = (MachineLost, Preempted)
 
 
 class Moved(Exception):
