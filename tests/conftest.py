@@ -111,6 +111,7 @@ def guard(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             (home / folder).mkdir(parents=True)
             patch.setenv(name, str(home / folder))
         patch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+        patch.setattr("gpu_skills.state.policy.account_home", lambda: home)
         _guard.violations.clear()
         _guard.subprocess_allowed = request.node.get_closest_marker("subprocess") is not None
         _guard.active = True

@@ -15,20 +15,26 @@ class NoHome(UsageError):
     next_step = "set HOME or {variable}"
 
 
-def account_state_dir() -> Path:
-    """As `state_dir`, whatever the environment says: below the home that the system has for this user. NoHome."""
+def account_home() -> Path | None:
+    """The home that the system has for this user, whatever the environment says; None where there is none."""
     import pwd
 
     try:
         place = pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
-        place = ""
-    if not os.path.isabs(place):
+        return None
+    return Path(place) if os.path.isabs(place) else None
+
+
+def account_state_dir() -> Path:
+    """As `state_dir`, whatever the environment says. Raises NoHome."""
+    place = account_home()
+    if place is None:
         raise NoHome(
             "the system knows no home directory of this user, and no other place is safe from the environment",
             next_step="run gpu as a user with a home directory",
         )
-    return Path(place) / ".local/state/gpu"
+    return place / ".local/state/gpu"
 
 
 def home(environ: Mapping[str, str] | None = None) -> str | None:

@@ -374,3 +374,14 @@ def test_a_link_to_a_policy_that_is_not_there_is_not_no_policy(project, tmp_path
     user_file().symlink_to(tmp_path / "unmounted/policy.json")
     with pytest.raises(PolicyMissing, match="a link to nothing"):
         policy.load(project, os.environ, system=tmp_path / "none.json")
+
+
+def test_an_environment_that_points_elsewhere_does_not_leave_the_users_policy_behind(project, tmp_path, monkeypatch):
+    kept = tmp_path / "account/.config/gpu/policy.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps({**ceilings(), "approval": {"level": "signature", "signers": ["ssh-ed25519 AAAA me"]}}))
+    monkeypatch.setattr(policy, "account_home", lambda: tmp_path / "account")
+    elsewhere = {"HOME": str(tmp_path / "other"), "XDG_CONFIG_HOME": str(tmp_path / "other/config")}
+    found = policy.load(project, elsewhere, system=tmp_path / "none")
+    assert (found.approval_level, found.approval_signers) == ("signature", ("ssh-ed25519 AAAA me",))
+    assert found.origins["approval.level"] == ("user",)

@@ -129,10 +129,12 @@ def destroy(context: Context, abandon_outputs: tuple[str, ...], wait: float | No
 
     Refused while a job runs on it or outputs are not collected. Machines made for one job end with their job.
     """
+    from gpu_skills.cli.machine import ended
     from gpu_skills.jobs import release
     from gpu_skills.lifecycle import machines, states
 
-    released, left = [], []
+    released: list[str] = []
+    left = []
     for machine in machines.all_machines(context.project):
         if machine.status in states.FINAL:
             continue
@@ -141,11 +143,11 @@ def destroy(context: Context, abandon_outputs: tuple[str, ...], wait: float | No
             released.append(machine.id)
         elif machine.machine_class == "project":
             status = release.destroy(context.operator, machine, abandon=abandon_outputs, wait_s=wait)
-            (released if status == "destroyed" else left).append(machine.id)
-    lines = [f"{machine} given back" for machine in released]
-    lines += [f"{machine} is not proven gone yet and counts as burning; next: gpu reconcile" for machine in left]
-    document = {"released": released, "terminating": left, "next_step": "gpu reconcile" if left else None}
-    return Output(document, "\n".join(lines) or "nothing to give back", exit_code=6 if left else 0)
+            released += [machine.id] if status == "destroyed" else []
+            left += [] if status == "destroyed" else [machine]
+    for machine in left:
+        ended(context, machine, "terminating")  # says why it is not proven gone
+    return Output({"released": released}, "\n".join(f"{m} given back" for m in released) or "nothing to give back")
 
 
 def machine_document(machine: Any) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from gpu_skills.lifecycle import (
     actions,
     approval_record,
     approvals,
-    changes,
     fuse,
+    keeping,
     machines,
     plan,
     planning,
@@ -25,7 +25,6 @@ from gpu_skills.lifecycle import (
     runs,
     states,
 )
-from gpu_skills.lifecycle.actions import ActionPlan
 from gpu_skills.lifecycle.approvals import Approval, Ask, ask_of_plan
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import VRAM_TOLERANCE, Machine
@@ -119,24 +118,9 @@ def _is_for(frozen: Plan, config: GpuConfig) -> bool:
 
 def _start(op: Operator, config: GpuConfig, machine: Machine, agree: Agree) -> Link:
     _require_fit(config, machine)
-    standing = _approved_start(op, machine)
-    if standing is not None:
-        return provision.restart(op, machine, standing).link
     lasts_s, session_usd = config.lifecycle.max_lifetime_s, config.budget.session_usd
-    wanted = changes.start_plan(op, machine, lasts_s=lasts_s, session_usd=session_usd)
+    wanted = keeping.start_plan(op, machine, lasts_s=lasts_s, session_usd=session_usd)
     return provision.restart(op, machine, agree(wanted.ask())).link
-
-
-def _approved_start(op: Operator, machine: Machine) -> Approval | None:
-    """A yes to its start that was given since an earlier call asked for it."""
-    for sha256 in approval_record.plans_named(op.project):
-        try:
-            _, wanted = actions.load(op.project, sha256)
-            if isinstance(wanted, ActionPlan) and (wanted.action, wanted.machine_id) == ("start", machine.id):
-                return approvals.find(op, wanted.ask())
-        except (ApprovalNeeded, UsageError):
-            continue
-    return None
 
 
 def _go_on(op: Operator, machine: Machine, agree: Agree) -> Link:
@@ -178,14 +162,15 @@ def _plan_of(op: Operator, machine: Machine) -> Plan | None:
 def _require_fit(config: GpuConfig, machine: Machine) -> None:
     """What gpu.yaml asks for now may be more than what was rented then."""
     need = config.compute
+    wanted = [gpu for gpu in (need.gpu, *need.candidates) if gpu]
     fits = (
         (machine.gpu_count or 0) >= need.gpu_count
         and (need.min_vram_gb is None or (machine.vram_gb or 0) >= need.min_vram_gb * VRAM_TOLERANCE)
-        and (need.gpu is None or (machine.gpu is not None and same_model(need.gpu, machine.gpu)))
+        and (not wanted or any(machine.gpu is not None and same_model(gpu, machine.gpu) for gpu in wanted))
         and Decimal(str(machine.disk_gb or need.disk_gb)) >= Decimal(str(need.disk_gb))
     )
     if not fits:
-        gpus = f"{need.gpu_count} × {need.gpu or 'GPU'} with {need.min_vram_gb or 0:g} GB"
+        gpus = f"{need.gpu_count} × {' or '.join(wanted) or 'GPU'} with {need.min_vram_gb or 0:g} GB"
         raise CannotSatisfy(
             provider=machine.id,
             found=f"{machines.describe_gpus(machine)}, {machine.disk_gb or 0:g} GB of disk",

@@ -18,7 +18,7 @@ from gpu_skills.errors import OverCeiling, PolicyMissing, StateError, StateNewer
 from gpu_skills.state import files, quick_check, strict_json
 from gpu_skills.state.project import SCHEMA_VERSION, Project
 from gpu_skills.units import MAX_USD, format_usd, json_number, usd
-from gpu_skills.userdirs import config_dir
+from gpu_skills.userdirs import account_home, config_dir
 
 SYSTEM_POLICY = Path("/etc/gpu/policy.json")
 MONEY = ("job_usd", "session_usd", "day_usd", "month_usd")
@@ -91,19 +91,23 @@ def load(project: Project, environ: Mapping[str, str] = os.environ, *, system: P
 
     system: for tests. No environment variable moves that file: an agent could set it.
     """
-    sources = tuple(Source(o, path, _read(o, path)) for o, path in paths(project, environ, system=system).items())
+    sources = tuple(Source(o, path, _read(o, path)) for o, path in paths(project, environ, system=system))
     return combine([(s.origin, s.content) for s in sources if s.content is not None], sources=sources)
 
 
 def paths(
     project: Project, environ: Mapping[str, str] = os.environ, *, system: Path = SYSTEM_POLICY
-) -> dict[str, Path]:
-    """Where the files are, by origin."""
-    return {
-        "system": system,
-        "user": config_dir(environ) / "policy.json",
-        "project": project.path("policy.json"),
-    }
+) -> list[tuple[str, Path]]:
+    """(origin, file), the strongest first.
+
+    The user's file is looked for where the environment says, and in the home that the system has for this user: an
+    agent that points HOME or XDG_CONFIG_HOME elsewhere does not leave it behind.
+    """
+    chosen = config_dir(environ) / "policy.json"
+    home = account_home()
+    fixed = home / ".config/gpu/policy.json" if home is not None else chosen
+    users = [("user", path) for path in dict.fromkeys((fixed, chosen))]
+    return [("system", system), *users, ("project", project.path("policy.json"))]
 
 
 def ledger_inputs(project: Project, environ: Mapping[str, str] = os.environ, *, system: Path = SYSTEM_POLICY) -> str:
@@ -116,7 +120,7 @@ def ledger_inputs(project: Project, environ: Mapping[str, str] = os.environ, *, 
     except UsageError:  # no home: nobody knows what this user allows
         return "hash"
     words = []
-    for origin, path in found.items():
+    for origin, path in found:
         try:
             content = files.read_json(path, max_bytes=MAX_FILE_BYTES, default={} if origin != "project" else None)
         except StateError:
