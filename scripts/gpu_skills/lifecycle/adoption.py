@@ -127,7 +127,7 @@ def rebuilt(op: Operator, one: Unrecorded) -> Machine:
         ready_at=made if seen.status in ("running", "stopped", "stopping") else None,
         deadline_at=None if label.deadline_at is None else timestamp(label.deadline_at),
         last_seen_at=now,
-        extra={"adopted_at": now},
+        extra={"adopted_at": now, **({"approval_id": one.run.approval_id} if one.run is not None else {})},
     )
 
 
