@@ -164,7 +164,9 @@ def take_run(op: Operator, run: Run) -> Run:
     if run.owner == runs.owner_of(op):
         return run
     if is_there(run):
-        raise Refused(f"approval {run.approval_id} belongs to another state directory", next_step="run gpu reconcile there")
+        raise Refused(
+            f"approval {run.approval_id} belongs to another state directory", next_step="run gpu reconcile there"
+        )
     known = intents.read(op.project)
     for attempt in run.attempts:
         if attempt.intent not in known and attempt.result != "refused" and not attempt.is_over:
