@@ -246,6 +246,14 @@ def test_a_refused_key_is_reported_and_it_keeps_trying(loop: Callable[..., Loop]
     eventually(lambda: one.is_over, within_s=20)
 
 
+def test_where_a_destroy_is_refused_at_least_the_gpu_stops(loop: Callable[..., Loop]) -> None:
+    one = loop(on_expiry="destroy")
+    one.rig.fault("403", "destroy", times=0)
+    one.start(in_s=3)
+    eventually(lambda: one.is_over, within_s=15)
+    assert one.instance.phase != "destroyed" and one.rig.calls("destroy") == 1
+
+
 def test_a_page_of_the_network_in_between_denies_nothing(loop: Callable[..., Loop]) -> None:
     one = loop()
     one.rig.fault("403", "state", html=True)

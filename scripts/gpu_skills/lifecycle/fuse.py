@@ -140,6 +140,8 @@ def bootstrap(
         f"F={folder}/.gpu-fuse/$I V={url}",
         _request("", act),
         _request("P", wire.probe),
+        # What the probe has not proven may be refused: then at least the costly part ends.
+        "S=" + (_escaped(wire.stop[2]) if act[:2] != wire.probe[:2] else ""),
         *_compact("fuse.sh"),
     ]
     if then is not None:
@@ -159,8 +161,11 @@ def bootstrap(
 
 def _request(prefix: str, request: tuple[str, str, str]) -> str:
     method, below, body = request
-    quoted = body.replace('"', '\\"')
-    return f"{prefix}M={method} {prefix}U=$V{below} {prefix}B={quoted}"
+    return f"{prefix}M={method} {prefix}U=$V{below} {prefix}B={_escaped(body)}"
+
+
+def _escaped(body: str) -> str:
+    return body.replace('"', '\\"')
 
 
 def _compact(name: str) -> list[str]:

@@ -4,6 +4,7 @@
 #   I intent           E deadline, epoch seconds    L seconds of running until then   F folder   W stop or destroy
 #   N name of the variable that holds the key       M U B method, address, body: ends the billing
 #   PM PU PB           the same, of a request that changes nothing while the machine runs
+#   S                  body for PM PU that stops, where a key may perhaps stop and not destroy
 #
 # Files of the folder begin with the intent, so that those of another machine on the same volume count for nothing:
 #   deadline EPOCH|never SECONDS   alive EPOCH USED BOOT   fire SESSION BOOT   grace EPOCH DEADLINE   pid PID START
@@ -34,7 +35,7 @@ e=os.environ
 h={\"Authorization\":\"Bearer \"+e[\"$N\"],\"User-Agent\":\"gpu-fuse\",\"Content-Type\":\"application/json\"}
 try:r=u.urlopen(u.Request(e[\"U\"],e[\"B\"].encode(),h,method=e[\"A\"]),timeout=20)
 except x.HTTPError as f:r=f
-print(r.read(999).decode(\"utf8\",\"replace\"),r.code,sep=chr(10))"
+print(r.read(999),r.code,sep=chr(10))"
 }
 
 # It reads its settings from files only: from one in memory, that has no name any more.
@@ -133,7 +134,7 @@ fuse() {
       # 0: the next start is by somebody, however soon it comes. Said before the end, which may be quicker than its answer.
       Z=0 v=0
       put alive "0 $u $b"
-      ask $M $U "$B" && Z=1 && rm -f "$F/grace"
+      { ask $M $U "$B" || { [ $S ] && ask $PM $PU "$S"; }; } && Z=1 && rm -f "$F/grace"
       say "$on: $W: HTTP $C"
       ((w = w < 60 ? w * 2 : 60, t = u + w))
     fi
