@@ -90,10 +90,17 @@ def run(session: Sequence[Step], directory: Path, *, timeout_s: float = 120) -> 
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",  # what goes to stdout and stderr keeps its order, as on a terminal
     }
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(script)],
-        cwd=directory, env={**os.environ, **environ}, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(script)],
+            cwd=directory, env={**os.environ, **environ}, stdin=subprocess.DEVNULL, capture_output=True,
+            timeout=timeout_s,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as exc:
+        said = (exc.output or b"").decode("utf-8", "replace")
+        step = session[min(said.count(_MARK) // 2, len(session) - 1)]
+        last = said.rpartition(_MARK)[2]
+        raise AssertionError(f"line {step.line}: `{step.command}` does not end; so far it printed:\n{last}") from exc
     output = done.stdout.decode()
     for here, on_the_page in ((str(directory), "/home/you/project"), (os.environ["HOME"], "/home/you")):
         output = output.replace(here, on_the_page)

@@ -511,5 +511,4 @@ def test_every_event_has_a_next_step_that_is_a_command(desk: Desk) -> None:
         subject = "J-000001" if event.startswith("job") else "m_0123456789"
         _title, body = notify.message(event, subject, {})
         [step] = [line.removeprefix("next: ") for line in body.split("\n") if line.startswith("next: ")]
-        if event != "deadline_80":  # gpu machine extend also wants to know by how much
-            assert problem_of(Quoted(event, step, inline=False)) is None, step
+        assert problem_of(Quoted(event, step, inline=False)) is None, step

@@ -15,28 +15,42 @@ from quoted_commands import texts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for page in texts(ROOT, ".md") if steps(page.read_text(encoding="utf-8"))]
+# A machine is proven gone after a minute of looking, and that minute is real.
+RENTS = [page for page in PAGES if "$ gpu sandbox up" in page.read_text(encoding="utf-8")]
+SBIN = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}/usr/sbin"
 SKILLS = sorted(path.parent for path in (ROOT / "skills").glob("*/SKILL.md"))
 
 
 @pytest.fixture
 def project(tmp_path: Path):
-    """An empty directory; a session that a walkthrough leaves open on this machine is ended afterwards."""
+    """An empty directory; a session or a sandbox that a walkthrough leaves open on this machine is ended afterwards."""
     directory = tmp_path / "project"
     directory.mkdir()
     yield directory
-    if (directory / ".pi" / "gpu").is_dir():
-        environ = {**os.environ, "PYTHONPATH": str(ROOT / "scripts"), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "gpu_skills", "destroy"]
-        subprocess.run(command, cwd=directory, env=environ, capture_output=True, timeout=60)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "scripts"), "PYTHONDONTWRITEBYTECODE": "1"}
+    for state, ending in (("gpu", ["destroy"]), ("gpu-sandbox", ["sandbox", "down"])):
+        if (directory / ".pi" / state).is_dir():
+            command = [sys.executable, "-m", "gpu_skills", *ending]
+            subprocess.run(command, cwd=directory, env=environ, capture_output=True, timeout=60)
 
 
 @pytest.mark.subprocess
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page in RENTS else []) for page in PAGES],
+    ids=[str(page.relative_to(ROOT)) for page in PAGES],
+)
 def test_a_walkthrough_prints_what_the_page_shows(page: Path, project: Path) -> None:
     session = steps(page.read_text(encoding="utf-8"))
     if any("jq " in step.command for step in session) and not shutil.which("jq"):
         pytest.skip("jq is not installed")
-    assert differences(session, run(session, project)) == []
+    if page in RENTS and not shutil.which("sshd", path=SBIN):
+        pytest.skip("sshd is not installed")
+    assert differences(session, run(session, project, timeout_s=300 if page in RENTS else 120)) == []
+
+
+def test_the_skill_that_rents_is_rehearsed_in_the_sandbox() -> None:
+    assert ROOT / "skills/runpod-lifecycle/references/walkthrough.md" in RENTS
 
 
 @pytest.mark.parametrize("skill", SKILLS, ids=lambda p: p.name)
@@ -63,6 +77,13 @@ def test_a_session_keeps_its_directory_variables_and_the_status_of_the_last_comm
     assert [a.status for a in answers] == [0, 0, 7, 0, 2]
     assert answers[3].output.strip() == "7"
     assert answers[4].output.startswith("/home/you/project/x\n") and "y" in answers[4].output
+
+
+@pytest.mark.subprocess
+def test_a_command_that_does_not_end_is_named_with_what_it_printed(project: Path) -> None:
+    session = [Step(1, "echo one", ()), Step(4, "echo two; exec sleep 30", ()), Step(9, "echo three", ())]
+    with pytest.raises(AssertionError, match=r"(?s)line 4: `echo two; exec sleep 30` does not end.*two"):
+        run(session, project, timeout_s=1)
 
 
 def test_a_failure_that_the_page_does_not_show_is_found() -> None:

@@ -44,7 +44,7 @@ EVENTS = {
     "job_failed": _Words("{subject} failed", "failure", "gpu job logs {subject} --tail 40"),
     "job_stalled": _Words("{subject} stands still", "warning", "gpu job logs {subject} --tail 40"),
     "expected_exceeded": _Words("{subject} takes longer than expected", "warning", "gpu job logs {subject} --tail 40"),
-    "deadline_80": _Words("{subject} has used 80 % of its time", "warning", "gpu machine extend {subject}"),
+    "deadline_80": _Words("{subject} has used 80 % of its time", "warning", "gpu machine extend {subject} --by 1h"),
     "idle_stop": _Words("{subject} was stopped: it was idle", "info", "gpu status"),
     "destroy_unconfirmed": _Words("{subject} may still bill: nobody saw it end", "failure", "gpu reconcile"),
     "ceiling_80": _Words("80 % of the ceiling {subject} is used", "warning", "gpu policy show"),
