@@ -562,7 +562,7 @@ class ProviderSilent(Uncertain):
 
     code, may_be_billing = "provider_silent", True
     template = "{provider} gave no clear answer to {what}: {reason}; it may have happened"
-    next_step = "gpu doctor"
+    next_step = "gpu reconcile"
 
 
 class TeardownIncomplete(Uncertain):

@@ -17,6 +17,7 @@ from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import (
     AlreadyGone,
     ApprovalInvalid,
+    ConflictingState,
     GpuError,
     HostFull,
     NotReady,
@@ -191,8 +192,8 @@ class _Start:
         op = self.op
         try:
             op.writer(self.machine.provider).start(str(self.machine.instance_id))
-        except ProviderSilent:
-            # Starting what starts already changes nothing, but what nobody answered is looked at before all else.
+        except (ProviderSilent, ConflictingState):
+            # Not answered, or it is on its way already: the request may have arrived twice. Looked at before all else.
             op.say(f"{self.machine.provider} did not say whether {self.machine.id} starts: looking at it")
         except HostFull as exc:
             raise self._host_full(intent, before, exc.details.get("reason") or exc.message) from exc
