@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import (
     ApprovalExpired,
     ApprovalUsed,
@@ -521,3 +522,33 @@ def test_launches_at_once_share_no_offer_and_each_has_its_own_machine(rig):
     assert len({g.machine.instance_id for g in got}) == 20
     taken = [call for call in r.sandbox.world.log if call.get("call") == "create"]
     assert len(taken) == r.creates
+
+
+# for real -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vendor", ["vast", "runpod"])
+def test_a_real_machine_is_logged_into_tried_and_armed_before_it_is_ready(rig, vendor):
+    r = rig(vendor, real=True)
+    plan = a_plan(r, machine_class="project", idle_timeout_s=900.0)
+    got = rent(r, plan)
+    try:
+        assert got.machine.status == "ready" and got.machine.gpu_count == 1
+        assert got.receipt.is_alive and got.receipt.key == "proven"
+        assert timestamp(got.receipt.deadline_at) == got.machine.deadline_at
+        session = got.link.session.call("session", {"project": r.project.project_id})["session"]
+        ends_before_s = (got.receipt.deadline_at - parse_timestamp(session["deadline_at"])).total_seconds()
+        assert session["id"] == got.machine.session["id"] and ends_before_s >= 145
+        root = got.link.session.greeting.root
+        assert root.startswith(str(alive(r)[0].container.root.parent))
+        assert ("workspace" in root or "volume" in root) == (vendor == "runpod")
+    finally:
+        got.link.close()
+
+
+def test_the_whole_way_to_a_ready_machine_takes_few_calls(rig):
+    r = rig("vast", containers=False, delays={"loading_s": 60})
+    play_machines(r)
+    rent(r)
+    calls = sum(count for (vendor, _), count in r.sandbox.world.calls.items() if vendor == "vast")
+    assert calls <= 25

@@ -63,7 +63,7 @@ from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Offer, Requirements, Search
 from gpu_skills.providers.selection import in_words
 from gpu_skills.state import budget
-from gpu_skills.units import format_duration, format_usd, json_number
+from gpu_skills.units import counted, format_duration, format_usd, json_number
 
 __all__ = ["Provisioned", "adopt", "provision", "restart"]
 
@@ -480,6 +480,8 @@ class _Launch:
         problem = self.last_problem
         if problem is None or isinstance(problem, RateLimited):
             table = in_words(self.search.filters) if self.search is not None else "nobody was asked"
+            if self._offers:
+                table = f"{counted(len(self._offers), 'offer')} would do, and other launches of yours are taking them"
             classes = ", ".join(candidate.gpu for candidate in self.plan.tried) or "any GPU"
             problem = NoCapacity(
                 f"{self.plan.provider} has no offer of {classes} within the plan now: {table}",
