@@ -75,7 +75,8 @@ class PlayedMachine:
     gpu: what the check of its GPU tells. fuse: None has no receipt.
     """
 
-    def __init__(self, r, instance: Any, machine: Any):
+    def __init__(self, r, instance: Any, machine: Any, sessions: dict[str, Any]):
+        self.sessions = sessions
         self.instance, self.machine, self.r = instance, machine, r
         self.gpu: dict[str, Any] = {"how": "torch", "ok": True, "count": instance.gpu_count}
         self.deadline = labels.parse(instance.label).deadline_at
@@ -122,13 +123,15 @@ class PlayedMachine:
         return {"receipt": receipt, "alive": True, "acknowledged": True}
 
     def _session(self, args: dict[str, Any]) -> dict[str, Any]:
-        self.session = dict(args["session"])
-        return {"session": {**args["session"], "expired_at": None}, "watcher": True, "events": []}
+        if "session" in args:
+            self.session = self.sessions[self.machine.host] = {**args["session"], "expired_at": None}
+        return {"session": self.sessions.get(self.machine.host), "watcher": True, "events": []}
 
 
 def play_machines(r, change: Any = None) -> list[PlayedMachine]:
     """Let every instance of this rig that runs answer. change: called with each machine before it does."""
     played: list[PlayedMachine] = []
+    sessions: dict[str, Any] = {}
 
     def connect(machine: Any) -> Link:
         world = r.sandbox.world
@@ -137,7 +140,7 @@ def play_machines(r, change: Any = None) -> list[PlayedMachine]:
             is_up = instance.phase == "running" and not {"dead_ssh", "offline"} & set(instance.faults)
             if not is_up or (machine.endpoint and machine.endpoint.port != instance.port):
                 raise Unreachable(host=machine.host, reason="Connection refused")
-        found = PlayedMachine(r, instance, machine)
+        found = PlayedMachine(r, instance, machine, sessions)
         if change is not None:
             change(found)
         played.append(found)
