@@ -58,9 +58,11 @@ def test_args_run_at_each_start_and_can_go_on_with_the_images_own_script(api, lo
     args = "bash -c 'echo start >>$GPU_SANDBOX_ROOT/workspace/starts; touch $HOME/here; exec /start.sh'"
     pod = api.running(env={"PUBLIC_KEY": public_key}, args=args, mounts=WORKSPACE)
     in_pod(api, pod, login_key, "touch ~/wiped $GPU_SANDBOX_ROOT/workspace/kept")
-    for action in ("stop", "start", "restart"):
+    starts = api.sandbox.world.instances[pod["id"]].container.volume / "starts"
+    for action, times in (("stop", 1), ("start", 2), ("restart", 3)):
         api.act(pod["id"], action)
         api.settle()
+        eventually(lambda times=times: starts.read_text().split() == ["start"] * times)
     shown = in_pod(api, pod, login_key, "cd $GPU_SANDBOX_ROOT/workspace; cat starts; ls; ls ~")
     assert shown.split() == ["start", "start", "start", "kept", "starts", "here"]
 
