@@ -11,6 +11,7 @@ GpuError
 ├── Refused           exit 3   a policy, mode or safety rule; nothing was done
 ├── ApprovalNeeded    exit 4   a human has to agree; the text to show is in the output
 ├── ProviderError     exit 5   the provider refused, has no capacity, or is unreachable
+│   └── NotReady               a rented machine that is no use
 └── Uncertain         exit 6   it may have happened: run the printed command
 
 Levels follow what the caller can do next. A class is one code; codes belong to one exit each and are never reused.

@@ -22,6 +22,7 @@ from gpu_skills.lifecycle import (
     planning,
     provision,
     reconcile,
+    restarting,
     runs,
     states,
 )
@@ -124,8 +125,13 @@ def _start(op: Operator, config: GpuConfig, machine: Machine, agree: Agree) -> L
 
 
 def _go_on(op: Operator, machine: Machine, agree: Agree) -> Link:
-    """One that an earlier command asked for and did not wait for."""
+    """One that an earlier command asked for and did not wait for, or that started again by itself."""
     run = next((run for run in runs.own_runs(op) if any(a.machine_id == machine.id for a in run.attempts)), None)
+    if run is not None and run.state == "won" and machine.status == "booting":
+        begun = keeping.allowed(op, "start", machine)
+        if begun is not None:
+            return provision.restart(op, machine, approvals.find(op, begun.ask())).link
+        return restarting.resume(op, machine).link
     if run is None or run.state != "open" or machine.status not in ("requested", "booting"):
         raise MachinePending(machine=machine.id, status=machine.status)
     name, frozen = plan.load(op.project, run.plan_sha256)
@@ -175,5 +181,5 @@ def _require_fit(config: GpuConfig, machine: Machine) -> None:
             provider=machine.id,
             found=f"{machines.describe_gpus(machine)}, {machine.disk_gb or 0:g} GB of disk",
             wanted=f"{gpus}, {need.disk_gb:g} GB of disk",
-            next_step="gpu destroy, then gpu setup: what is rented does not change its shape",
+            next_step="what is rented does not change its shape: gpu destroy, then gpu setup",
         )

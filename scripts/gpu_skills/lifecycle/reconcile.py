@@ -16,14 +16,16 @@ from decimal import Decimal
 from typing import Any
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import AuthRejected, GpuError, StateBusy, UsageError
+from gpu_skills.errors import AuthRejected, GpuError, Refused, StateBusy, UsageError
 from gpu_skills.lifecycle import (
     accounting,
     adoption,
     creation,
     intents,
     labels,
+    leftovers,
     machines,
+    ownership,
     readback,
     release,
     runs,
@@ -365,7 +367,8 @@ class _Pass:
         elif due.action == "keep":
             self._keep(machine, due.why)
         elif machine.status in ("unknown", "stopping"):
-            step = f"gpu reconcile --provider {self.provider}"
+            is_stoppable = ownership.may_be_stopped(seen)
+            step = f"gpu reconcile --provider {self.provider}" if is_stoppable else f"gpu machine destroy {machine.id}"
             text = f"{self.provider} says {seen.said or seen.status}"
             self._say(machine.status, text, machine=machine, next_step=step, is_uncertain=True)
         if machine.status == "stopped":
@@ -445,8 +448,11 @@ class _Pass:
                 self._say("corrected", f"{line['kind']} {line['cost_usd']:+.6f} USD: {line['note']}", machine=machine)
 
     def _settle_runs(self) -> None:
+        reserved = budget.open_reservations(self.op.project, self.op.environ)
         for run in runs.own_runs(self.op):
-            if run.provider != self.provider or run.is_settled or not self._is_ours(run):
+            # One that was settled and has money reserved was to go on, and the command that wanted it died.
+            is_over = run.is_settled and run.approval_id not in reserved
+            if run.provider != self.provider or is_over or not self._is_ours(run):
                 continue
             try:
                 with runs.working_on(self.op, run.approval_id):
@@ -454,6 +460,8 @@ class _Pass:
                         self._say("settled", f"the reservation of approval {run.approval_id} is free again")
             except StateBusy:
                 continue
+        for name in leftovers.free_unbound(self.op, self.provider):
+            self._say("settled", f"what was reserved for {name} came to nothing: it is free again")
 
     # helpers ----------------------------------------------------------------------------------------------------------
 
@@ -478,11 +486,11 @@ class _Pass:
         self.findings.append(Finding(what, text, self.provider, machine_id, **more))
 
 
-class _NeverSent(GpuError):
+class _NeverSent(Refused):
     code = "never_sent"
     template = "it was written down and never sent"
 
 
-class _NeverSeen(GpuError):
+class _NeverSeen(Refused):
     code = "never_seen"
     template = "it was not answered, and no machine of it was seen for 24 h"

@@ -110,7 +110,7 @@ def change(
         if not quick_check.fits(record, kind):
             from gpu_skills import schemas
 
-            schemas.check(record, kind, file="record", next_step=f"gpu registry validate {kind}")
+            schemas.check(record, kind, file="record", next_step="gpu registry validate")
         _refuse(_rule_broken(kind, record) or _transition_broken(kind, records[places[0]], record), kind, record)
         changed[:] = [record]
         return [record if n == places[0] else r for n, r in enumerate(records)]
