@@ -105,7 +105,9 @@ def test_without_targets_it_says_that_nobody_is_told(project, gpu):
     assert (result.exit_code, finding(result, "notify")["verdict"]) == (0, "note")
 
 
-def test_every_target_gets_a_test_message_and_is_reported(project, gpu):
+@pytest.fixture
+def inbox():
+    """(port, bodies) of a channel that takes messages."""
     import threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -124,19 +126,26 @@ def test_every_target_gets_a_test_message_and_is_reported(project, gpu):
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
+    yield server.server_address[1], bodies
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def notify(project, *targets):
     policy = project / ".pi/gpu/policy.json"
-    targets = [
-        {"url": f"json://127.0.0.1:{server.server_address[1]}/in", "name": "hook", "events": ["recovery"]},
+    policy.write_text(json.dumps({**json.loads(policy.read_text()), "notify": list(targets)}))
+
+
+def test_every_target_gets_a_test_message_and_is_reported(project, gpu, inbox):
+    port, bodies = inbox
+    notify(
+        project,
+        {"url": f"json://127.0.0.1:{port}/in", "name": "hook", "events": ["recovery"]},
         {"url": "json://127.0.0.1:9/in", "name": "dead"},
         {"url": "ntfys://${NTFY_TOKEN}@127.0.0.1/lab", "name": "phone"},
-    ]
-    policy.write_text(json.dumps({**json.loads(policy.read_text()), "notify": targets}))
-    try:
-        results = [gpu("doctor", "--notify", "--json") for _ in range(2)]
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    )
+    results = [gpu("doctor", "--notify", "--json") for _ in range(2)]
     assert [body["title"] for body in bodies] == ["gpu: a test"] * 2, "a test may be repeated"
     assert [(f["what"], f["verdict"]) for f in results[0].document["findings"]] == [
         ("notify hook", "ok"),
@@ -145,6 +154,21 @@ def test_every_target_gets_a_test_message_and_is_reported(project, gpu):
     ]
     assert results[0].exit_code == 1
     assert "NTFY_TOKEN is neither in the environment" in finding(results[0], "notify phone")["text"]
+
+
+def test_whoever_looks_tells_of_a_deadline_that_is_near_once_and_in_audit_nobody(project, gpu, inbox):
+    port, bodies = inbox
+    notify(project, {"url": f"json://127.0.0.1:{port}/in"})
+    record = {"id": "m_0123456789", "provider": "vast", "instance_id": "7", "status": "ready", "rate_usd_hr": 0.5}
+    record |= {"created_at": "2026-01-01T10:00:00Z", "deadline_at": "2026-01-01T12:00:00Z"}
+    (project / ".pi/gpu/machines.json").write_text(json.dumps([record]))
+    near = at("2026-01-01T11:40:00Z")
+    assert gpu("--mode", "audit", "status", clock=near).exit_code == 0
+    assert bodies == []
+    for _ in range(2):
+        assert gpu("status", clock=near).exit_code == 0
+    assert [body["title"] for body in bodies] == ["gpu: m_0123456789 has used 80 % of its time"]
+    assert "left: 20m00s" in bodies[0]["message"]
 
 
 # accounts -------------------------------------------------------------------------------------------------------------

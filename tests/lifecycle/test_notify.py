@@ -24,6 +24,7 @@ from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.notify import Notifier
 from gpu_skills.state import policy as policies
 from gpu_skills.state import project as projects
+from gpu_skills.state import registry
 from gpu_skills.state.policy import Spent
 from gpu_skills.state.project import Project
 
@@ -284,6 +285,15 @@ def test_a_target_is_told_only_what_it_asked_for_and_no_target_costs_nothing(des
     assert inbox.titles == ["gpu: J-000001: it is not certain what happened"]
 
 
+def test_in_audit_nobody_is_told_and_nothing_is_written_but_a_test_still_works(desk: Desk, inbox: Inbox) -> None:
+    desk.write({"url": inbox.url})
+    notifier = desk.notifier(is_silent=True)
+    notifier.send("job_done", "J-000001")
+    assert (inbox.messages, desk.said) == ([], []) and not (desk.root / "state").exists()
+    [told] = notifier.test()
+    assert told.delivered and not (desk.root / "state").exists()
+
+
 def test_a_policy_that_cannot_be_read_fails_nothing(desk: Desk) -> None:
     desk.project.path("policy.json").write_text("{")
     desk.notifier().send("job_done", "J-000001")
@@ -486,21 +496,22 @@ def test_what_is_due_is_told_from_the_records_and_only_where_somebody_listens(
     r = rig("vast")
     start = r.clock.now()
     one = machine(created_at=timestamp(start), deadline_at=timestamp(start + timedelta(hours=1)))
+    registry.put(r.project, "machines", one.to_record())
     r.clock.sleep(3000)
-    notify.tell_due(r.op, [one])
+    notify.tell_due(r.op)
     assert r.notices == [], "nobody is named"
     path = r.project.path("policy.json")
     policy = {**json.loads(path.read_text()), "ceilings": {"day_usd": 5}, "notify": [{"url": inbox.url}]}
     path.write_text(json.dumps(policy))
     line = {"kind": "idle", "machine_id": "m_1", "provider": "vast", "cost_usd": 4, "ts": timestamp(r.clock.now())}
     r.project.path("charges.jsonl").write_text(json.dumps(line) + "\n")
-    notify.tell_due(r.op, [one])
+    notify.tell_due(r.op)
     day = r.clock.now().date().isoformat()
     assert [(event, subject) for event, subject, _ in r.notices] == [
         ("deadline_80", "m_1"), ("ceiling_80", f"day_usd {day}"),
     ]  # fmt: skip
     r.project.path("policy.json").write_text("{")
-    notify.tell_due(r.op, [one])
+    notify.tell_due(r.op)
     assert len(r.notices) == 2
 
 

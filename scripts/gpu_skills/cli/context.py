@@ -251,7 +251,21 @@ class Context:
             user_state=lambda: userdirs.state_dir(self.environ),
             clock=self.clock,
             say=say,
+            is_silent=not self.may_write,
         )
+
+    def tell_what_is_due(self, *, job: str | None = None) -> None:
+        """Deadlines and ceilings that are used up to 80 %, to whom the policy names. Raises nothing."""
+        from gpu_skills.errors import GpuError
+
+        try:
+            if not self.may_write or not self.policy.notify:
+                return
+        except GpuError:  # named by whoever needs the policy
+            return
+        from gpu_skills.lifecycle import notify
+
+        notify.tell_due(self.operator, job=job)
 
     def note_provider(self, name: str) -> None:
         """Keep on record that a provider's key was accepted, and where it came from; never the key."""

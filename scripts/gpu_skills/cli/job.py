@@ -229,6 +229,7 @@ def status(context: Context, job_id: str | None) -> Output:
         line = context.ledger.latest(line["id"]) or line
         if not context.ledger.is_open(line):
             answer = None  # the ledger has the end now, also one the machine knows nothing of
+        context.tell_what_is_due(job=line["id"])
     document = job_document(context, line["id"], answer, line)
     if JobFolder(context.project, line["id"]).events.exists():
         document["events"] = _events(context, line["id"])

@@ -92,6 +92,7 @@ def status(context: Context) -> Output:
         and not is_collected(context.project, line["id"])
         and uncollected(context.project, line["id"])
     ]
+    context.tell_what_is_due()
     burn = json_number(sum((usd(m["rate_usd_hr"]) for m in found if m["status"] in BILLING), usd(0)))
     document = {
         "project_id": context.project.project_id,

@@ -41,6 +41,7 @@ def reconcile(context: Context, providers: tuple[str, ...], adopt: bool, project
     report = passes.run(
         context.operator, providers or known_providers(context), adopt=adopt, project_id=project_id if adopt else None
     )
+    context.tell_what_is_due()
     return Output(_document(report), _text(report), exit_code=0 if report.is_clear else 6)
 
 

@@ -76,6 +76,7 @@ def sentinel(
     written, failure = _leave(done, own, receipt)
     if op is not None:
         sentinel_records.tell(op, done)
+        context.tell_what_is_due()
     if done.problem is not None:
         raise done.problem
     if failure is not None and done.is_confirmed:

@@ -99,7 +99,7 @@ RECORDS = (
     StateFile("approvals", "approvals.jsonl", "Appended to when a person agrees to a plan."),
     StateFile("plans", "plans/SHA256.json", "Written by `gpu plan --freeze` and never changed: its name is its hash."),
     StateFile("actions", "plans/SHA256.json of one machine", "As plans, for what is done to a machine that is there."),
-    StateFile("launches", "launches/PLAN.json", "Written by `gpu job run --plan` and `gpu job cancel`."),
+    StateFile("launches", "launches/PLAN.json", "Written by `gpu job run --plan PLAN` and `gpu job cancel`."),
     StateFile("memory", "memory.json", "May be deleted."),
     StateFile("jobs/job", "jobs/ID/job.json", "Written by `gpu job run` before the ledger's line, and kept."),
     StateFile("jobs/accepted", "jobs/ID/accepted.json", "Without it a job that the machine does not know never began."),

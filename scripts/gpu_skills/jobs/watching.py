@@ -19,7 +19,7 @@ from gpu_skills.jobs.collect import awake
 from gpu_skills.jobs.follow import RECONNECT_FOR_S
 from gpu_skills.jobs.launch import Launch
 from gpu_skills.jobs.records import JobFolder
-from gpu_skills.lifecycle import machines
+from gpu_skills.lifecycle import machines, notify
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -29,6 +29,7 @@ from gpu_skills.state import journal
 from gpu_skills.units import format_duration
 
 POLL_S = 15.0
+DUE_EVERY_S = 300.0
 LOOKS = 3
 RESUMES_WITHIN_S = 480.0  # an outbid machine may come back by itself; less than following a broken connection lasts
 TIMES_EXPECTED = 2.0
@@ -88,6 +89,7 @@ class Watch:
         self._stall_s = ((found.job or {}).get("progress") or {}).get("stall_s")
         self._told_of_time = any(e.get("event") == EXPECTED_EXCEEDED for e in _events(self._folder))
         self._told_of_standstill = False
+        self._told_due_at_s: float | None = None
         self._heard_at_s = op.clock.monotonic()
         self._heard_at = op.clock.now()
         self._began_at = self._heard_at
@@ -121,6 +123,7 @@ class Watch:
         self._heard_at_s, self._heard_at = self._op.clock.monotonic(), self._op.clock.now()
         self._away, self._asked_at_s = 0, None
         self._look_at_the_time(status)
+        self._look_at_what_is_due()
         self._look_at_progress(status)
         self._look_at_the_end(status)
 
@@ -169,6 +172,12 @@ class Watch:
             f"bill until {until}; next: gpu job logs --tail 50 {job}, or gpu job cancel {job}"
         )
         self._op.notify(EXPECTED_EXCEEDED, job, **facts, deadline_at=until)
+
+    def _look_at_what_is_due(self) -> None:
+        now_s = self._op.clock.monotonic()
+        if self._told_due_at_s is None or now_s - self._told_due_at_s >= DUE_EVERY_S:
+            self._told_due_at_s = now_s
+            notify.tell_due(self._op, job=self._launched.job)
 
     def _look_at_progress(self, status: dict[str, Any]) -> None:
         progress = status.get("progress")
