@@ -26,7 +26,7 @@ from gpu_skills.errors import (
     StateBusy,
     Unguarded,
 )
-from gpu_skills.lifecycle import accounting, bringup, intents, machines, memory, provision, runs
+from gpu_skills.lifecycle import accounting, bringup, claims, intents, machines, memory, provision, runs
 from gpu_skills.state import budget
 from renting import GPUS, a_plan, alive, approved, guarded, instances, play_machines, rent, roomy
 
@@ -508,7 +508,9 @@ def test_whoever_comes_while_another_works_on_the_run_is_told_to_follow(rig):
 # several at once ------------------------------------------------------------------------------------------------------
 
 
-def test_launches_at_once_share_no_offer_and_each_has_its_own_machine(rig):
+def test_launches_at_once_share_no_offer_and_each_has_its_own_machine(rig, monkeypatch):
+    # All twenty move one clock when they wait, so it runs twenty times as fast as for any of them.
+    monkeypatch.setattr(claims, "LASTS", 20 * claims.LASTS)
     r = rig("vast", containers=False, limits="off")
     play_machines(r)
     guarded(r)
