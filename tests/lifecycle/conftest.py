@@ -81,12 +81,13 @@ class Rig:
 
 @pytest.fixture
 def rig(make_sandbox: Callable[..., Sandbox], tmp_path: Path) -> Callable[..., Rig]:
-    """`rig("vast", **options of Sandbox)`. The user's own files are below tmp_path / "user"."""
+    """`rig("vast", **options of Sandbox)`. The user's own files are below home / "user"; a test with several rigs, each
+    of another user, names another home for each."""
 
-    def make(vendor: str = "vast", **options: Any) -> Rig:
+    def make(vendor: str = "vast", *, home: Path = tmp_path, **options: Any) -> Rig:
         sandbox = make_sandbox(**{"limits": "virtual", "seed": 3, **options})
         clock = VendorClock(sandbox)
-        user = tmp_path / "user"
+        user = home / "user"
         environ = {
             "HOME": str(user),
             "XDG_STATE_HOME": str(user / "state"),
@@ -96,15 +97,15 @@ def rig(make_sandbox: Callable[..., Sandbox], tmp_path: Path) -> Callable[..., R
             "RUNPOD_API_BASE_URL": sandbox.url,
         }
         key = Credential(vendor, sandbox.key(vendor), "test")
-        common: dict[str, Any] = {"clock": clock, "environ": environ, "state_dir": tmp_path / "pace"}
+        common: dict[str, Any] = {"clock": clock, "environ": environ, "state_dir": home / "pace"}
         if vendor == "vast":
             reader: Any = VastReader(connect_vast(key, **common), clock=clock)
             writer: Any = VastWriter(reader.client)
         else:
             reader = RunpodReader(connect_runpod(key, **common))
             writer = RunpodWriter(reader.client)
-        root = tmp_path / "project"
-        root.mkdir(exist_ok=True)
+        root = home / "project"
+        root.mkdir(parents=True, exist_ok=True)
         project = projects.init(root)
 
         def link_to(machine: Any) -> Link:
