@@ -81,9 +81,9 @@ def status(context: Context) -> Output:
     """What is alive in this project: machines, running jobs, outputs not collected. Reads only."""
     from gpu_skills.jobs.records import is_collected, uncollected
     from gpu_skills.lifecycle import machines
-    from gpu_skills.state.budget import BILLING
 
-    found = [machine_document(m) for m in machines.all_machines(context.project)]
+    on_record = machines.all_machines(context.project)
+    found = [machine_document(m) for m in on_record]
     running = [line["id"] for line in context.ledger.open_jobs()]
     waiting = [
         line["id"]
@@ -93,7 +93,7 @@ def status(context: Context) -> Output:
         and uncollected(context.project, line["id"])
     ]
     context.tell_what_is_due()
-    burn = json_number(sum((usd(m["rate_usd_hr"]) for m in found if m["status"] in BILLING), usd(0)))
+    burn = json_number(sum((m.burn_usd_hr for m in on_record), usd(0)))
     document = {
         "project_id": context.project.project_id,
         "root": str(context.project.root),
