@@ -362,16 +362,16 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
     """Write what the provider charged and we have not booked, once it is complete; the lines that were written.
 
     charges: when the caller has asked already. A provider that shows nothing at all for a machine that lived proves
-    nothing: its books stay as they are.
+    nothing, unless it shows what others cost later: until then its books stay as they are.
     """
     machine = machines.find(op.project, machine.id) or machine
     if not is_due(op, machine):
         return []
     close(op, machine)
     given = charges_between(op, machine.provider, began(op, machine), op.clock.now()) if charges is None else [*charges]
-    if not any(charge.instance_id == machine.instance_id for charge in given):
-        return []
     life = life_of(op, machine)
+    if not any(charge.instance_id == machine.instance_id or _is_later(charge, life) for charge in given):
+        return []
     with files.lock(op.ledger.charges):
         number = sum(1 for line in _lines(op) if line.get("machine_id") == machine.id)
         fresh = []
@@ -383,6 +383,12 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
         settle_anew(op, machine)
     intents.observe(op.project, op.clock, CORRECTED, machine_id=machine.id)
     return fresh
+
+
+def _is_later(charge: Charge, life: tuple[Stretch, ...]) -> bool:
+    """Written down for a time after this life: what the provider took for the life would be there too."""
+    ended = life[-1].ended_at
+    return ended is not None and charge.started_at is not None and charge.started_at >= ended
 
 
 def is_due(op: Operator, machine: Machine) -> bool:

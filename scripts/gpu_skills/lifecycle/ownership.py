@@ -44,3 +44,8 @@ def needs_named_approval(machine: Machine, seen: Instance | None) -> bool:
 def workspace_survives(seen: Instance) -> bool:
     """Whether what jobs wrote is there again after a stop. Without a mount of its own a RunPod pod keeps nothing."""
     return seen.provider != "runpod" or bool(seen.storage_usd_hr)
+
+
+def may_be_stopped(seen: Instance) -> bool:
+    """Whether the provider takes a stop of it. A RunPod pod beyond recovery can only go, and bills until then."""
+    return not (seen.provider == "runpod" and seen.status == "unknown" and seen.dead_end is not None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from gpu_skills.clock import timestamp
-from gpu_skills.errors import GpuError, StopFailed
+from gpu_skills.errors import ConflictingState, GpuError, StopFailed
 from gpu_skills.lifecycle import intents, labels, lives, machines, ownership, release, runs, sentinel, states
 from gpu_skills.lifecycle import plan as plans
 from gpu_skills.lifecycle import sentinel_records as deadlines
@@ -147,7 +147,7 @@ def _finish_stop(op: Operator, machine: Machine, seen: Instance, intent: Intent)
     intents.close(op.project, op.clock, intent.id, "failed", reason="it does not show as stopped: asked again")
     try:
         return release.stop(op, machine, why=why, despite_jobs=True)
-    except StopFailed:
+    except (StopFailed, ConflictingState):
         return release.current(op, machine)
 
 

@@ -405,7 +405,8 @@ def stop(
     """Stop a machine and read it back; the record of a stopped one. Its storage bills on.
 
     Refused while a job runs (unless despite_jobs: its deadline has come) and, where the disk does not survive a stop,
-    while outputs are nowhere else. StopFailed (exit 6) when it does not show as stopped: it stays `stopping`.
+    while outputs are nowhere else. ConflictingState for one that can only be destroyed. StopFailed (exit 6) when it
+    does not show as stopped: it stays `stopping`.
     """
     machine = current(op, machine)
     if machine.status in states.FINAL:
@@ -417,6 +418,14 @@ def stop(
     ownership.require_ours(op, machine, seen)
     if ownership.needs_named_approval(machine, seen) and approval_id is None:
         raise Protected(machine=machine.id)
+    if not ownership.may_be_stopped(seen):
+        raise ConflictingState(
+            provider=machine.provider,
+            what="stop",
+            instance_id=machine.instance_id,
+            reason=seen.dead_end,
+            next_step=f"gpu machine destroy {machine.id}",
+        )
     running = op.running_jobs(machine.id)
     if running and not despite_jobs:
         raise JobRunning(job=running[0])

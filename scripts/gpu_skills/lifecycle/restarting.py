@@ -68,6 +68,24 @@ def restart(op: Operator, machine: Machine, approval: Approval) -> Ready:
         return _Start(op, machine, approval, action).go()
 
 
+def resume(op: Operator, machine: Machine) -> Ready:
+    """The machine at work again after a start that was not ours: outbid and back, or by hand. Its deadline stays.
+
+    It bills already, so nothing is asked for; one that is no use is stopped again, as after a start.
+    """
+    _, plan = plans.load(op.project, machine.plan or "")
+    boot = Boot(op, plan, release.current(op, machine), spec=None, is_start=True)
+    link: Link | None = None
+    try:
+        link = boot.until_it_answers()
+        return boot.ready(link)
+    except (NotReady, RemoteError, HostFull) as exc:
+        if link is not None:
+            link.close()
+        _asleep(op, machine, exc, why=f"it is no use: {exc.code}")
+        raise
+
+
 def intent_of(approval_id: str, machine_id: str, number: int = 1) -> str:
     """The n-th start of a machine under an approval: the same for whoever goes on with it."""
     return "x" + hashlib.sha256(f"{approval_id}\0start\0{machine_id}\0{number}".encode()).hexdigest()[:16]
@@ -272,8 +290,7 @@ class _Start:
         """No use now, and its disk is somebody's work: stopped, never destroyed. What does not stop says so itself."""
         if boot.watch.status not in (None, "stopped"):  # it ran, and that is paid for
             intents.observe(self.op.project, self.op.clock, lives.RUNNING, machine_id=self.machine.id)
-        self.op.say(f"{self.machine.id} is stopped again: {problem.message}")
-        self.machine = release.stop(self.op, self.machine, why=f"its start failed: {problem.code}", despite_jobs=True)
+        self.machine = _asleep(self.op, self.machine, problem, why=f"its start failed: {problem.code}")
 
     def _follow(self) -> Ready:
         """It was started under this approval already."""
@@ -288,6 +305,18 @@ class _Start:
 
     def _update(self, change: Callable[[Machine], Machine]) -> Machine:
         return machines.update(self.op.project, self.machine.id, change, clock=self.op.clock)
+
+
+def _asleep(op: Operator, machine: Machine, problem: GpuError, *, why: str) -> Machine:
+    """Stopped again. Where that cannot be, the problem says what can: nothing here destroys a disk."""
+    op.say(f"{machine.id} is stopped again: {problem.message}")
+    try:
+        return release.stop(op, machine, why=why, despite_jobs=True)
+    except ConflictingState as exc:
+        op.say(f"{exc.message}; it goes on billing: {exc.next_step}")
+        problem.next_step = exc.next_step
+        problem.may_be_billing = True  # type: ignore[misc]
+        return release.current(op, machine)
 
 
 def _without_stop(machine: Machine) -> tuple[str, ...]:

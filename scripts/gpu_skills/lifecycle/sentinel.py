@@ -195,6 +195,8 @@ def decide(
     if seen.status == "terminating":
         return Decision("none", "the provider is ending it")
     if seen.status != "stopped":
+        if not ownership.may_be_stopped(seen):
+            return Decision("destroy", f"its deadline has passed, and it cannot be stopped: {seen.dead_end}")
         if ownership.workspace_survives(seen):
             return Decision("stop", "its deadline has passed", _kept_until(deadline_at + storage_grace))
         return Decision("destroy", "its deadline has passed, and nothing on it survives a stop")
