@@ -70,7 +70,7 @@ def test_the_ids_of_creates_follow_from_the_approval(rig):
     ("vendor", "plan", "expected"),
     [
         ("vast", {}, ("~", None, "stop")),
-        ("vast", {"storage_grace_s": 0.0}, ("~", None, "destroy")),
+        ("vast", {"storage_grace_s": 0.0}, ("~", None, "stop")),
         ("runpod", {"machine_class": "project"}, ("/workspace", 50, "stop")),
         ("runpod", {"outputs_ephemeral": True}, ("~", None, "destroy")),
         ("runpod", {"outputs_ephemeral": True, "volume_id": "v1"}, ("/workspace", None, "stop")),

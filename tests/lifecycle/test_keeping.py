@@ -27,10 +27,10 @@ pytestmark = pytest.mark.subprocess
 def real(rig: Callable[..., Any], login_key: Path) -> Callable[..., Any]:
     """(rig, fused machine, record) of one that runs, is on record, and has its fuse and a session."""
 
-    def make(vendor: str) -> Any:
+    def make(vendor: str, **of_the_fuse: Any) -> Any:
         r = rig(vendor, real=True, frozen=False, limits="off", delays=fused.NO_DELAY)
         r.op = replace(r.op, clock=SystemClock())
-        one = fused.rent(r, in_s=3600, identity=login_key)
+        one = fused.rent(r, in_s=3600, identity=login_key, **of_the_fuse)
         one.link().close()  # once it answers, its address is known too
         now = r.op.clock.now()
         machine = replace(
@@ -129,6 +129,15 @@ def test_a_hold_lets_no_idleness_end_it_and_moves_no_deadline(real, vendor):
     assert 2300 < session["idle_timeout_s"] <= 2400
     assert abs(parse_timestamp(session["deadline_at"]) - fuse.session_deadline(one.deadline_at)) < timedelta(seconds=5)
     assert keeping.held_until(keeping.let_go(r.op, held), r.op.clock.now()) is None
+
+
+def test_where_the_fuse_destroys_no_idleness_ends_anything(real):
+    r, one, machine = real("vast", on_expiry="destroy")
+    assert machine.session["idle_timeout_s"] is None
+    keeping.hold(r.op, machine, r.op.clock.now() + timedelta(minutes=40))
+    with closing(one.link()) as link:
+        session = link.session.call("session", {"project": r.project.project_id})["session"]
+    assert session["idle_timeout_s"] is None and session["expired_at"] is None
 
 
 def test_a_hold_ends_with_the_deadline(real):

@@ -228,7 +228,7 @@ class Boot:
         answered_after_s = op.clock.monotonic() - self._began_s
         found = self._healthy(link)
         receipt = self._armed(link)
-        session = open_session(op, plan, link, self.machine)
+        session = open_session(op, plan, link, self.machine, receipt)
         now = timestamp(op.clock.now())
 
         def is_ready(machine: Machine) -> Machine:
@@ -302,8 +302,11 @@ def problem_of(receipt: Receipt | None, machine: Machine) -> str | None:
     return None
 
 
-def open_session(op: Operator, plan: Plan, link: Link, machine: Machine) -> dict[str, object]:
-    """The runner's own limits: idleness, and a deadline early enough that outputs are whole when the fuse acts."""
+def open_session(op: Operator, plan: Plan, link: Link, machine: Machine, receipt: Receipt) -> dict[str, object]:
+    """The runner's own limits: idleness, and a deadline early enough that outputs are whole when the fuse acts.
+
+    Idleness ends nothing where the fuse destroys: outputs that nobody collected yet would be gone.
+    """
     left_s = None
     if machine.deadline_at is not None:
         left_s = session_left_s(parse_timestamp(machine.deadline_at), op.clock.now())
@@ -311,7 +314,7 @@ def open_session(op: Operator, plan: Plan, link: Link, machine: Machine) -> dict
         "id": "s_" + secrets.token_hex(5),
         "deadline_in_s": left_s,
         "deadline_reason": plan.deadline_reason or "max_lifetime",
-        "idle_timeout_s": plan.idle_timeout_s if creation.keeps_workspace(op, plan) else None,
+        "idle_timeout_s": plan.idle_timeout_s if receipt.on_expiry == "stop" else None,
         "on_expiry": "fuse",
         "fuse": machine.intent,
     }

@@ -151,7 +151,8 @@ def spec_of(op: Operator, plan: Plan, offer: Offer, attempt: Attempt) -> Machine
         intent=attempt.intent,
         deadline_at=parse_timestamp(attempt.deadline_at),
         longest_s=plan.deadline_s,
-        on_expiry="stop" if survives and plan.storage_grace_s > 0 else "destroy",
+        # Whoever finds it stopped destroys it once its outputs are elsewhere; the fuse cannot know of them.
+        on_expiry="stop" if survives else "destroy",
         keeps=keeps(op, plan),
     )
     return MachineSpec(

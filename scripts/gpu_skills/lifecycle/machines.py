@@ -289,7 +289,7 @@ def open_rented_session(
     """Make sure a session is open on a rented machine. At its end the machine's own fuse ends the billing.
 
     is_moved: one that is open gets this deadline, and one that has ended stays so; otherwise an open one keeps its own,
-    so that two commands agree.
+    so that two commands agree. No idle_timeout_s holds where the fuse would destroy: outputs would go with it.
     """
     current = link.session.call("session", {"project": project.project_id})["session"]
     is_open = current is not None and current.get("expired_at") is None
@@ -299,7 +299,7 @@ def open_rented_session(
             "id": current["id"] if is_open else "s_" + secrets.token_hex(5),
             "deadline_in_s": left_s,
             "deadline_reason": reason,
-            "idle_timeout_s": idle_timeout_s,
+            "idle_timeout_s": idle_timeout_s if idle_timeout_s is not None and _fuse_stops(link) else None,
             "on_expiry": "fuse",
             "fuse": link.machine.intent,
             "only_if_none": not is_moved,
@@ -313,6 +313,14 @@ def open_rented_session(
         return replace(found, status=status, session=current, last_seen_at=now)
 
     link.machine = update(project, link.machine.id, told, clock=clock)
+
+
+def _fuse_stops(link: Link) -> bool:
+    """Whether the fuse there says that it stops the machine. One that says nothing is taken to destroy it."""
+    from gpu_skills.lifecycle import fuse
+
+    receipt = fuse.read_receipt(link, link.machine)
+    return receipt is not None and receipt.on_expiry == "stop"
 
 
 def session_deadline(config: GpuConfig, rate_usd_hr: Decimal) -> tuple[float | None, str | None]:
