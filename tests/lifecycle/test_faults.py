@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -115,6 +117,88 @@ def test_a_machine_that_is_struck_later(rig: Any, vendor: str, phase: str, name:
     life = Life(rig(vendor, containers=False))
     life.live({phase: [fault(name, **OF_INSTANCES.get(name, {}))]})
     assert life.most_alive == 1
+
+
+# two at once ----------------------------------------------------------------------------------------------------------
+
+PAIRS, PAIRS_AT_ONCE = 120, 20
+
+
+def _pairs(vendor: str) -> Iterator[Any]:
+    """A sample that is the same each time: two faults, each before a phase of its own, once or for a while."""
+    dice = random.Random(f"pairs of {vendor}")
+    spoilt = [tuple(case.values[1:]) for case in _spoilt_calls() if case.values[0] == vendor]
+    for number in range(PAIRS):
+        chosen: dict[str, list[dict[str, Any]]] = {}
+        for _ in range(2):
+            times = dice.choice((1, 2, 4, 12))
+            kind = dice.choice(("call", "call", "made", "struck"))
+            if kind == "call":
+                name, call, args = dice.choice(spoilt)
+                rule, phase = fault(name, call, times=times, **args), dice.choice(PHASES)
+            elif kind == "made":
+                name = dice.choice(sorted(OF_INSTANCES))
+                rule, phase = fault(name, "create", times=min(times, 2), **OF_INSTANCES[name]), "setup"
+            else:
+                name = dice.choice(sorted({*OF_INSTANCES, "zero_balance"}))
+                rule, phase = fault(name, **OF_INSTANCES.get(name, {})), dice.choice(PHASES[1:5])
+            chosen.setdefault(phase, []).append(rule)
+        words = [f"{phase}:{rule['fault']}" for phase, rules in chosen.items() for rule in rules]
+        marks = () if number < PAIRS_AT_ONCE else (pytest.mark.slow,)
+        yield pytest.param(vendor, chosen, id="-".join((vendor, str(number), *words)), marks=marks)
+
+
+@pytest.mark.parametrize(("vendor", "faults"), [*_pairs("vast"), *_pairs("runpod")])
+def test_two_faults_in_one_life(rig: Any, vendor: str, faults: dict[str, list[dict[str, Any]]]) -> None:
+    life = Life(rig(vendor, containers=False)).live(faults)
+    doubled = any(rule["fault"] == "duplicate" for rules in faults.values() for rule in rules)
+    assert life.most_alive <= (2 if doubled else 1)
+
+
+# nobody left but the sentinel -----------------------------------------------------------------------------------------
+
+OF_A_PASS = {
+    "vast": [("list", True), ("show", False), ("state", True), ("destroy", False), ("charges", False)],
+    "runpod": [("list", True), ("show", False), ("action", True), ("destroy", False), ("charges", False)],
+}
+ENDINGS = ("lost_reply", "lost_request", "half_body", "html", "429", "500", "401", "not_found", "garbage")
+
+
+def _spoilt_passes() -> Iterator[Any]:
+    """Each call of a pass, for a machine whose disk is kept and for one that goes at once."""
+    for vendor, calls in OF_A_PASS.items():
+        for call, of_a_stop in calls:
+            for name in ENDINGS:
+                for machine_class in ("project", "job") if of_a_stop else ("job",):
+                    yield pytest.param(vendor, machine_class, call, name, id=f"{vendor}-{machine_class}-{call}-{name}")
+
+
+@pytest.mark.parametrize(("vendor", "machine_class", "call", "name"), list(_spoilt_passes()))
+def test_a_sentinel_alone_ends_the_bill_whatever_goes_wrong_in_its_first_pass(
+    rig: Any, vendor: str, machine_class: str, call: str, name: str
+) -> None:
+    r = rig(vendor, containers=False)
+    keeps = machine_class == "project"
+    rent(r, machine_class=machine_class, hours=1, keeps=keeps, on_record=False)
+    project, account = r.project.project_id, r.op.account(vendor)
+    receipts: list[dict[str, Any]] = []
+
+    def passes(times: int) -> sentinel.Pass:
+        for _ in range(times):
+            done = sentinel.run_pass(r.reader, r.writer, project, account=account, clock=r.clock, earlier=receipts)
+            receipts[:] = [done.to_record()]
+            r.clock.sleep(600)
+        return done
+
+    r.clock.sleep(3600)
+    r.fault(name, call, times=6)
+    passes(1)
+    r.sandbox.faults.clear()
+    done = passes(1)
+    rate = r.sandbox.world.account(vendor).bill.burn_usd_hr()
+    assert done.is_confirmed and float(rate) < 0.05, "the GPU bills no more"
+    r.clock.sleep(25 * 3600)
+    assert passes(2).is_confirmed and not r.burning()
 
 
 # what these lives have shown ------------------------------------------------------------------------------------------
