@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
@@ -11,6 +12,7 @@ from gpu_skills.errors import Refused, UsageError
 from gpu_skills.lifecycle import adoption, intents, labels, machines, reconcile, release, runs, states
 from gpu_skills.state import budget
 from gpu_skills.state import project as projects
+from gpu_skills.state.ledger import Ledger
 from run_by_hand import ByHand, job
 
 both = pytest.mark.parametrize("vendor", ["vast", "runpod"])
@@ -72,10 +74,58 @@ def test_a_reservation_of_a_lost_state_directory_comes_free(rig, vendor):
     r = rig(vendor, containers=False)
     ByHand(r).upto("reserve")
     r = lose_everything(r)
-    reconcile.run(r.op, [vendor])
+    report = reconcile.run(r.op, [vendor])
+    assert words(report) == ["owner_gone"] and not report.is_clear
+    assert report.findings[0].next_step == f"gpu reconcile --provider {vendor} --adopt"
     assert budget.books(r.project, r.op.ledger, r.clock, r.op.environ).reserved_usd == 5
     assert words(reconcile.run(r.op, [vendor], adopt=True)) == ["settled"]
     assert budget.books(r.project, r.op.ledger, r.clock, r.op.environ).reserved_usd == 0
+
+
+def moved(r, where):
+    """The project under another name, found there by the next command."""
+    r.project.root.rename(where)
+    project = projects.find(where)
+    return replace(r, op=replace(r.op, project=project, ledger=Ledger(project, r.clock)))
+
+
+@both
+def test_a_project_that_was_renamed_goes_on_booking_and_settles_what_it_reserved(rig, vendor, tmp_path):
+    r = rig(vendor, containers=False)
+    hand = ByHand(r).upto("close")
+    hand.ready()
+    r = moved(r, tmp_path / "renamed")
+    assert reconcile.run(r.op, [vendor]).is_clear
+    assert runs.load(r.op, hand.approval).owner == runs.owner_of(r.op)
+    r.clock.sleep(900)
+    release.destroy(r.op, machines.find(r.project, hand.machine_id), why="asked", wait_s=900)
+    assert not r.burning() and r.op.ledger.spend(include_charges=True).total_usd > 0
+    assert budget.books(r.project, r.op.ledger, r.clock, r.op.environ).reserved_usd == 0
+
+
+@both
+def test_a_machine_of_a_renamed_project_is_destroyed_and_booked_without_a_reconcile(rig, vendor, tmp_path):
+    r = rig(vendor, containers=False)
+    hand = ByHand(r).upto("close")
+    hand.ready()
+    r = moved(r, tmp_path / "renamed")
+    r.clock.sleep(900)
+    release.destroy(r.op, machines.find(r.project, hand.machine_id), why="asked", wait_s=900)
+    assert r.op.ledger.spend(include_charges=True).total_usd > 0
+    assert budget.books(r.project, r.op.ledger, r.clock, r.op.environ).reserved_usd == 0
+
+
+def test_of_two_copies_of_a_project_that_is_gone_one_takes_its_runs_over(rig, tmp_path):
+    r = rig("vast", containers=False)
+    hand = ByHand(r).upto("close")
+    hand.ready()
+    shutil.copytree(r.project.root, tmp_path / "second")
+    project = projects.find(tmp_path / "second")
+    second = replace(r.op, project=project, ledger=Ledger(project, r.clock))
+    assert runs.take_moved(second) == []  # the first one is there
+    first = moved(r, tmp_path / "renamed").op
+    assert [run.approval_id for run in runs.take_moved(second)] == [hand.approval]
+    assert runs.take_moved(first) == [] and runs.own_runs(first) == []
 
 
 @both

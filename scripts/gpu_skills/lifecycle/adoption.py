@@ -7,7 +7,6 @@ same project is never taken while that directory is there: its books are kept th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -47,17 +46,8 @@ def unrecorded(op: Operator, provider: str, shown: Iterable[Instance]) -> list[U
         run = next((r for r in all_of_user if any(a.intent == label.intent for a in r.attempts)), None)
         if run is not None and run.owner == owner:
             continue
-        found.append(Unrecorded(seen, label, run, run.owner if run is not None and is_there(run) else None))
+        found.append(Unrecorded(seen, label, run, run.owner if run is not None and runs.is_there(run) else None))
     return found
-
-
-def is_there(run: Run) -> bool:
-    """Whether the state directory that a run belongs to still exists: the same directory, not one of its name."""
-    path, _, inode = run.owner.rpartition(":")
-    try:
-        return str(os.stat(path).st_ino) == inode
-    except OSError:
-        return False
 
 
 def take(op: Operator, one: Unrecorded) -> Machine:
@@ -150,20 +140,15 @@ def account_directory(op: Operator, provider: str) -> str:
 
 
 def orphaned(op: Operator) -> list[Run]:
-    """Runs of this project whose state directory is gone; their reservations would never be settled."""
-    owner = runs.owner_of(op)
-    return [
-        run
-        for run in runs.all_runs(op)
-        if run.project_id == op.project.project_id and run.owner != owner and not run.is_settled and not is_there(run)
-    ]
+    """Those whose reservation nobody would settle."""
+    return [run for run in runs.orphaned(op) if not run.is_settled]
 
 
 def take_run(op: Operator, run: Run) -> Run:
     """Make a run this state directory's. What its lost journal knew of creates is looked for again."""
     if run.owner == runs.owner_of(op):
         return run
-    if is_there(run):
+    if runs.is_there(run):
         raise Refused(
             f"approval {run.approval_id} belongs to another state directory", next_step="run gpu reconcile there"
         )

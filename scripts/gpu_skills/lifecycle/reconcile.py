@@ -97,6 +97,7 @@ def run(op: Operator, providers: Sequence[str], *, adopt: bool = False, project_
         shown = [s for listing in listings.values() if isinstance(listing, Listing) for s in listing.machines()]
         project = adoption.take_project_id(op.project, project_id, adoption.project_ids(shown))
         op = replace(op, project=project)
+    runs.take_moved(op)
     accounts: list[Account] = []
     findings: list[Finding] = []
     booked = 0
@@ -168,6 +169,7 @@ class _Pass:
             if machine.status not in states.FINAL and machine.id not in self.held:
                 self._look_at(machine)
         self._name_unrecorded()
+        self._name_orphaned()
         self._close_books()
         self._settle_runs()
 
@@ -414,6 +416,19 @@ class _Pass:
                     next_step=f"gpu reconcile --provider {self.provider} --adopt",
                     is_uncertain=True,
                     burn_usd_hr=burn,
+                )
+
+    def _name_orphaned(self) -> None:
+        """Money that a state directory reserved which is not there any more, and nothing here tells what came of it."""
+        for run in adoption.orphaned(self.op):
+            is_shown = any(self._with_intent(attempt.intent) for attempt in run.attempts)  # named by its machine
+            if run.provider == self.provider and not is_shown:
+                text = f"approval {run.approval_id} was used in {run.owner.rpartition(':')[0]}, which is gone"
+                self._say(
+                    "owner_gone",
+                    f"{text}; what it reserved stays reserved until it is adopted",
+                    next_step=f"gpu reconcile --provider {self.provider} --adopt",
+                    is_uncertain=True,
                 )
 
     # the books --------------------------------------------------------------------------------------------------------

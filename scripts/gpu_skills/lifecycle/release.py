@@ -240,6 +240,7 @@ def finish_books(op: Operator, machine: Machine) -> None:
     intent = open_destroy(op, machine.id)
     if intent is None and is_booked(op, machine):
         return
+    runs.take_moved(op)
     accounting.close(op, machine)
     for run in runs.own_runs(op):
         if any(a.machine_id == machine.id for a in run.attempts):

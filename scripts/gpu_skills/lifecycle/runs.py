@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpu_skills.errors import ApprovalUsed, StateBusy, StateError
+from gpu_skills.lifecycle import intents, machines
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.state import files
 from gpu_skills.userdirs import NoHome
@@ -152,8 +153,56 @@ def create(op: Operator, run: Run) -> Run:
 
 
 def require_ours(op: Operator, run: Run) -> None:
-    if run.owner != owner_of(op):
-        raise ApprovalUsed(reason=f"approval {run.approval_id} was used in another state directory")
+    """ApprovalUsed when the run is another state directory's; one that was moved here since is taken over first."""
+    owner = owner_of(op)
+    if run.owner == owner or any(one.approval_id == run.approval_id for one in take_moved(op)):
+        return
+    step = {} if is_there(run) else {"next_step": "gpu reconcile --adopt"}
+    raise ApprovalUsed(reason=f"approval {run.approval_id} was used in another state directory", **step)
+
+
+def is_there(run: Run) -> bool:
+    """Whether the state directory that a run belongs to still exists: the same directory, not one of its name."""
+    path, _, inode = run.owner.rpartition(":")
+    try:
+        return str(os.stat(path).st_ino) == inode
+    except OSError:
+        return False
+
+
+def orphaned(op: Operator) -> list[Run]:
+    """Runs of this project whose state directory is gone."""
+    owner = owner_of(op)
+    return [
+        run
+        for run in all_runs(op)
+        if run.project_id == op.project.project_id and run.owner != owner and not is_there(run)
+    ]
+
+
+def take_moved(op: Operator) -> list[Run]:
+    """Make this state directory's what it began under another name: the runs that were taken over now.
+
+    A directory that was renamed or moved has its records still: they name what the run made. Of several copies the
+    first one that looks becomes the owner, and the others see one that is there.
+    """
+    without_owner = orphaned(op)
+    if not without_owner:
+        return []
+    owner = owner_of(op)
+    on_record = {machine.id for machine in machines.all_machines(op.project)}
+    begun = set(intents.read(op.project))
+    taken = []
+    for run in without_owner:
+        if any(attempt.machine_id in on_record or attempt.intent in begun for attempt in run.attempts):
+            op.project.require_writable()
+            changed = update(op, run.approval_id, _with_owner(run.owner, owner))
+            taken += [changed] if changed.owner == owner else []
+    return taken
+
+
+def _with_owner(before: str, after: str) -> Callable[[Run], Run]:
+    return lambda run: replace(run, owner=after) if run.owner == before else run
 
 
 def update(op: Operator, approval_id: str, change: Callable[[Run], Run]) -> Run:
