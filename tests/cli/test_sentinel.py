@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gpu_skills.clock import timestamp
-from gpu_skills.lifecycle import machines, receipts
+from gpu_skills.errors import StateError
+from gpu_skills.lifecycle import intents, machines, receipts, sentinel
 from lifecycle.conftest import make_sandbox, rig
 from rented import rent
 from rented_cli import customer
@@ -176,3 +177,42 @@ def test_people_read_what_was_done_and_what_to_do_before_a_disk_goes(world):
     r.sandbox.advance(HOUR)
     result = call("sentinel", "--provider", "vast")
     assert machine.host in result.stdout and "pull what is needed before" in result.stdout
+
+
+def test_a_journal_that_breaks_in_the_middle_keeps_no_pass_from_its_end_and_its_receipt(world, monkeypatch):
+    r, call = world()
+    rent(r, hours=1)
+    r.sandbox.advance(HOUR)
+    begin = intents.begin
+
+    def broken(*args, **more):
+        raise StateError(file="journal.jsonl", at="", problem="found no space left")
+
+    monkeypatch.setattr(intents, "begin", broken)
+    result = call("sentinel", "--provider", "vast", "--json")
+    monkeypatch.setattr(intents, "begin", begin)
+    assert result.exit_code == 0, result.stderr
+    assert [(m["action"], m["result"]) for m in result.document["pass"]["machines"]] == [("stop", "stopped")]
+    assert json.loads(Path(result.document["receipts"][0]).read_bytes())["complete"] is True
+    assert "not on record" in result.stderr
+
+
+@pytest.mark.parametrize("death", [KeyboardInterrupt, ValueError])
+def test_a_pass_that_breaks_off_leaves_a_receipt_that_counts_for_nothing(world, monkeypatch, death):
+    r, call = world()
+    machine = rent(r, hours=1)
+    r.sandbox.advance(HOUR)
+    assert call("sentinel", "--provider", "vast", "--json").exit_code == 0
+    own = receipts.own_path(r.op.user_state, "vast", str(r.reader.check_key()), r.project.project_id)
+    stopped = json.loads(own.read_bytes())["stopped"]
+    assert list(stopped) == [machine.instance_id]
+    r.clock.sleep(60)
+
+    def breaks(*args, **more):
+        raise death
+
+    monkeypatch.setattr(sentinel, "decide", breaks)
+    result = call("sentinel", "--provider", "vast", "--json")
+    assert result.exit_code in (1, 130)
+    left = json.loads(own.read_bytes())
+    assert left["complete"] is False and left["ended_at"] == timestamp(r.clock.now()) and left["stopped"] == stopped

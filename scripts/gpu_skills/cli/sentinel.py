@@ -61,18 +61,24 @@ def sentinel(
     told = sentinel_records.read_deadlines(deadlines) if deadlines is not None else {}
     known, earlier, note = _from_records(op, provider, account)
     earlier += [found for place in (own, receipt) if place and (found := _read(place)) is not None]
-    done = passes.run_pass(
-        reader,
-        writer,
-        project_id,
-        account=account,
-        clock=context.clock,
-        deadlines=_later(known, told),
-        earlier=earlier,
-        storage_grace_s=storage_grace,
-        wait_s=wait_s,
-        note=note,
-    )
+    began = context.clock.now()
+    try:
+        done = passes.run_pass(
+            reader,
+            writer,
+            project_id,
+            account=account,
+            clock=context.clock,
+            deadlines=_later(known, told),
+            earlier=earlier,
+            storage_grace_s=storage_grace,
+            wait_s=wait_s,
+            note=note,
+        )
+    except BaseException:  # the receipt of the pass before says nothing of what this one left undone
+        broken = passes.broken_off(provider, account, project_id, began=began, clock=context.clock, earlier=earlier)
+        _leave(broken, own, receipt)
+        raise
     written, failure = _leave(done, own, receipt)
     if op is not None:
         sentinel_records.tell(op, done)
@@ -107,8 +113,9 @@ def _from_records(
     def note(action: str, seen: Any, why: str, result: str | None) -> None:
         try:
             record(action, seen, why, result)
-        except GpuError as exc:
-            say(f"not on record: {action} {provider} {seen.instance_id}: {exc.message}")
+        except (GpuError, OSError) as exc:
+            said = exc.message if isinstance(exc, GpuError) else str(exc)
+            say(f"not on record: {action} {provider} {seen.instance_id}: {said}")
 
     try:
         known = sentinel_records.deadlines(op, provider)

@@ -162,6 +162,14 @@ def run_pass(
     )
 
 
+def broken_off(
+    provider: str, account: str, project_id: str, *, began: datetime, clock: Clock, earlier: Iterable[Any] = ()
+) -> Pass:
+    """What is known of a pass that did not come to its end: that it is none. What earlier ones stopped is kept."""
+    remembered = _remembered(earlier, provider, account, project_id)
+    return Pass(provider, account, project_id, began, clock.now(), complete=False, stopped=remembered)
+
+
 def effective_deadline(seen: Instance, label: Label, deadlines: Mapping[str, datetime | None]) -> datetime | None:
     """The later one of what the label says and what we were told; None: it has none, it is in production."""
     if label.deadline_at is None:

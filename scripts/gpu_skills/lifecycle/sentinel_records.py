@@ -84,7 +84,10 @@ def stops(op: Operator, provider: str, account: str) -> dict[str, Any]:
 
 
 def recorder(op: Operator, provider: str) -> Note:
-    """Writes each act of a pass ahead into the journal of this project, and what came of it behind."""
+    """Writes each act of a pass ahead into the journal of this project, and what came of it behind.
+
+    What could not be written ahead has no end to write behind: the record still learns what the machine is now.
+    """
     begun: dict[str, str] = {}
 
     def note(action: str, seen: Instance, why: str, result: str | None) -> None:
@@ -97,9 +100,9 @@ def recorder(op: Operator, provider: str) -> Note:
             if machine.status not in states.FINAL and not (action == "stop" and machine.status == "terminating"):
                 release.set_status(op, machine, after)
             return
-        if action == "stop":
+        if action == "stop" and (intent := begun.get(seen.instance_id)) is not None:
             word = "done" if result == "stopped" else "failed" if result == "failed" else "unknown"
-            intents.close(op.project, op.clock, begun[seen.instance_id], word, machine_id=machine.id)
+            intents.close(op.project, op.clock, intent, word, machine_id=machine.id)
         if result == "stopped":
             release.note_stopped(op, machine, seen, DEADLINE)
         elif result == "destroyed":
