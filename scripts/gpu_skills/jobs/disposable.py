@@ -198,11 +198,12 @@ def rent(op: Operator, launched: Launch, found: Plan, approval: Approval) -> tup
 
     Ctrl-C, or a cancel from elsewhere, ends what was begun. Raises StateBusy when another command is at it.
     """
-    from gpu_skills.lifecycle import provision
+    from gpu_skills.lifecycle import bringup, provision
 
     machine = won_machine(op, launched)
     if machine is not None:
-        link = op.connect(machine)
+        link, _ = bringup.follow(op, machine)
+        machine = link.machine
     else:
         patient = replace(op, clock=CancellableClock(op.clock, lambda: launch.is_cancelled(op.project, launched.plan)))
         try:

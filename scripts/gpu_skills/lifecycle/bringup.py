@@ -267,13 +267,35 @@ class Boot:
 
     def _armed(self, link: Link) -> Receipt:
         """No work without it: a machine whose fuse does not answer, or holds another deadline, is not ready."""
-        receipt = await_receipt(link, self.machine)
-        problem = problem_of(receipt, self.machine)
-        if receipt is None or problem is not None:
-            raise NotReady(machine=self.machine.id, what="fuse_missing", reason=problem)
-        account = self.op.account(self.machine.provider)
-        keyproof.note(self.op, self.machine.provider, account, receipt.key, receipt.on_expiry)
-        return receipt
+        return _relied_on(self.op, self.machine, await_receipt(link, self.machine))
+
+
+def follow(op: Operator, machine: Machine) -> tuple[Link, Receipt]:
+    """A conversation with a machine that was made ready before, for more work, and what its fuse says now.
+
+    link.machine is the record as it is then: another command may be moving the deadline, first in the fuse, then on
+    record. NotReady where work may not rely on the fuse.
+    """
+    link = op.connect(machine)
+    began = time.monotonic()
+    try:
+        while True:
+            link.machine = machines.find(op.project, machine.id) or machine
+            receipt = fuse.read_receipt(link, link.machine)
+            if problem_of(receipt, link.machine) is None or time.monotonic() - began >= RECEIPT_S:
+                return link, _relied_on(op, link.machine, receipt)
+            time.sleep(RECEIPT_PAUSE_S)
+    except BaseException:
+        link.close()
+        raise
+
+
+def _relied_on(op: Operator, machine: Machine, receipt: Receipt | None) -> Receipt:
+    problem = problem_of(receipt, machine)
+    if receipt is None or problem is not None:
+        raise NotReady(machine=machine.id, what="fuse_missing", reason=problem)
+    keyproof.note(op, machine.provider, op.account(machine.provider), receipt.key, receipt.on_expiry)
+    return receipt
 
 
 def await_receipt(link: Link, machine: Machine) -> Receipt | None:

@@ -15,6 +15,7 @@ from gpu_skills.lifecycle import (
     actions,
     approval_record,
     approvals,
+    bringup,
     fuse,
     keeping,
     machines,
@@ -140,10 +141,10 @@ def _go_on(op: Operator, machine: Machine, agree: Agree) -> Link:
 
 def _link_to(op: Operator, config: GpuConfig, machine: Machine) -> Link:
     _require_fit(config, machine)
-    link = op.connect(machine)
+    link, _ = bringup.follow(op, machine)
     try:
         frozen = _plan_of(op, machine)
-        ends = machine.deadline_at
+        ends = link.machine.deadline_at
         machines.open_rented_session(
             op.project,
             link,

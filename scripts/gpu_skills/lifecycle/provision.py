@@ -173,12 +173,8 @@ def _follow(op: Operator, run: Run) -> Provisioned:
             next_step=f"gpu machine start {machine.id}",
             machine=machine.id,
         )
-    link = op.connect(machine)
-    receipt = bringup.await_receipt(link, machine)
-    if receipt is None:
-        link.close()
-        raise NotReady(machine=machine.id, what="fuse_missing", reason="its fuse has written no receipt")
-    return Provisioned(machine, link, receipt, run.attempts)
+    link, receipt = bringup.follow(op, machine)
+    return Provisioned(link.machine, link, receipt, run.attempts)
 
 
 class _Launch:
@@ -453,11 +449,9 @@ class _Launch:
             self._destroy(attempt, machine, attempt.reason or "its set-up did not end", DESTROY_WAIT_S)
             return None
         if machine.status in ("ready", "busy"):
-            link = op.connect(machine)
-            receipt = bringup.await_receipt(link, machine)
-            if receipt is not None:
-                return Ready(machine, link, receipt)
-            link.close()
+            with contextlib.suppress(NotReady):  # then it is brought up like one that boots
+                link, receipt = bringup.follow(op, machine)
+                return Ready(link.machine, link, receipt)
         waited_s = max(0.0, (op.clock.now() - parse_timestamp(attempt.began_at)).total_seconds())
         op.say(f"going on with {machine.id}, asked for {format_duration(waited_s)} ago")
         offer = _offer_of(attempt, machine)

@@ -32,7 +32,6 @@ from gpu_skills.lifecycle import (
     bringup,
     fuse,
     intents,
-    keyproof,
     labels,
     lives,
     machines,
@@ -294,14 +293,8 @@ class _Start:
 
     def _follow(self) -> Ready:
         """It was started under this approval already."""
-        link = self.op.connect(self.machine)
-        receipt = bringup.await_receipt(link, self.machine)
-        if receipt is None:
-            link.close()
-            raise NotReady(machine=self.machine.id, what="fuse_missing", reason="its fuse has written no receipt")
-        account = self.op.account(self.machine.provider)
-        keyproof.note(self.op, self.machine.provider, account, receipt.key, receipt.on_expiry)
-        return Ready(self.machine, link, receipt)
+        link, receipt = bringup.follow(self.op, self.machine)
+        return Ready(link.machine, link, receipt)
 
     def _update(self, change: Callable[[Machine], Machine]) -> Machine:
         return machines.update(self.op.project, self.machine.id, change, clock=self.op.clock)
