@@ -416,6 +416,15 @@ def test_a_configuration_that_ssh_rejects_is_quoted(tmp_path):
         resolve(SshEndpoint("box"), config_file=config)
 
 
+@pytest.mark.subprocess
+def test_a_key_that_is_named_for_a_host_is_the_only_kind_offered(tmp_path: Path) -> None:
+    """An agent may hold more keys than a server lets anybody try."""
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    named = resolve(SshEndpoint("box", "root", 22, str(tmp_path / "key")), environ=environ)
+    assert named.identities_only and named.identity_files[0] == tmp_path / "key"
+    assert not resolve(SshEndpoint("box", "root", 22), config_file=Path("/dev/null"), environ=environ).identities_only
+
+
 def test_without_the_ssh_program_there_are_plain_defaults(tmp_path):
     found = resolve(SshEndpoint("box", identity_file="/k/id"), environ={"PATH": str(tmp_path)})
     assert (found.hostname, found.port, found.user) == ("box", 22, USER)

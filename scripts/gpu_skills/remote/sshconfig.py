@@ -109,7 +109,8 @@ def command_options(endpoint: Endpoint, config_file: Path | None) -> tuple[str, 
     if endpoint.port is not None:
         options += ["-p", str(endpoint.port)]
     if endpoint.identity_file is not None:
-        options += ["-i", os.path.expanduser(endpoint.identity_file)]
+        # That key and no other: a server hangs up after a few keys, and an agent may hold many.
+        options += ["-i", os.path.expanduser(endpoint.identity_file), "-o", "IdentitiesOnly=yes"]
     return tuple(options)
 
 
@@ -190,6 +191,7 @@ def _plain_defaults(endpoint: Endpoint, environ: Mapping[str, str]) -> SshSettin
         user=endpoint.user or _local_user(),
         port=endpoint.port or 22,
         identity_files=own + tuple(folder / name for name in _DEFAULT_KEYS),
+        identities_only=bool(own),
         identity_agent=environ.get("SSH_AUTH_SOCK") or None,
         known_hosts_files=(folder / "known_hosts", Path("/etc/ssh/ssh_known_hosts")),
     )
