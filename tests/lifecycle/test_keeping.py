@@ -14,7 +14,7 @@ import pytest
 
 from gpu_skills.clock import SystemClock, parse_timestamp, timestamp
 from gpu_skills.errors import ApprovalNeeded, CommandFailed, FuseMissing, OverCeiling, Refused
-from gpu_skills.lifecycle import approvals, fuse, intents, keeping, labels, machines
+from gpu_skills.lifecycle import approvals, fuse, intents, keeping, labels, machines, notify
 from gpu_skills.lifecycle.approvals import Approval
 from gpu_skills.state import budget
 from lifecycle import fused
@@ -174,6 +174,30 @@ def test_an_extension_over_a_ceiling_changes_nothing(rig):
         keeping.extend(poor, plan, approval)
     assert r.reader.machine(machine.host).label == machine.label
     assert [i.action for i in intents.read(r.project).values()] == ["create"]
+
+
+def test_an_extension_counts_with_the_start_it_prolongs_against_the_ceiling_of_a_session(rig):
+    r = rig("vast")
+    machine = rent(r, hours=2)
+    start = "a_0123456789abcdef"
+    machine = machines.update(r.project, machine.id, lambda m: replace(m, extra={"approval_id": start}))
+    plan = keeping.extension_plan(r.op, machine, 3600)
+    policy, worst = r.op.policy(), plan.worst_case_usd
+    wide = replace(policy, ceilings={**policy.ceilings, "session_usd": worst + 2}, notify=({"url": "json://x"},))
+    budget.reserve(
+        r.project, r.op.ledger, r.clock, wide, intent=start, account=r.op.account("vast"), provider="vast", cost_usd=2,
+        rate_usd_hr=1, deadline_h=2, machine_id=machine.id, environ=r.op.environ,
+    )  # fmt: skip
+    tight = replace(wide, ceilings={**policy.ceilings, "session_usd": worst + Decimal("1.99")})
+    op = replace(r.op, connect=lambda machine: _NoLink())
+    approval = say_yes(r, plan)
+    with pytest.raises(OverCeiling, match="session ceiling"):
+        keeping.extend(replace(op, policy=lambda: tight), plan, approval)
+    with pytest.raises(AttributeError):  # it was allowed, and there is no machine behind this link
+        keeping.extend(replace(op, policy=lambda: wide), plan, approval)
+    notify.tell_due(replace(r.op, policy=lambda: wide))
+    told = {who: facts["used_usd"] for _, who, facts in r.notices}
+    assert told[f"session_usd {machine.id} {start}"] == worst + 2
 
 
 class _NoLink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,7 +27,7 @@ from gpu_skills.errors import (
     StateBusy,
     Unguarded,
 )
-from gpu_skills.lifecycle import accounting, bringup, claims, intents, machines, memory, provision, runs
+from gpu_skills.lifecycle import accounting, bringup, claims, intents, machines, memory, provision, release, runs
 from gpu_skills.state import budget
 from renting import GPUS, a_plan, alive, approved, guarded, instances, play_machines, rent, roomy
 
@@ -554,3 +555,31 @@ def test_the_whole_way_to_a_ready_machine_takes_few_calls(rig):
     rent(r)
     calls = sum(count for (vendor, _), count in r.sandbox.world.calls.items() if vendor == "vast")
     assert calls <= 25
+
+
+# money ----------------------------------------------------------------------------------------------------------------
+
+
+def with_ceilings(r, **ceilings) -> None:
+    path = r.project.path("policy.json")
+    policy = json.loads(path.read_text())
+    policy["ceilings"] |= ceilings
+    path.write_text(json.dumps(policy))
+
+
+def test_attempts_of_one_job_have_one_ceiling_whatever_plans_they_have(rig):
+    r = rig("vast", containers=False)
+    play_machines(r)
+    guarded(r)
+    with_ceilings(r, job_usd=6)
+    got = provision.provision(r.op, *approved(r), job_id="J-000001")
+    release.destroy(r.op, got.machine, why="asked", wait_s=900)
+    runs_of = runs.load(r.op, got.machine.extra["approval_id"])
+    accounting.settle_run(r.op, runs_of)
+    spent = budget.books(r.project, r.op.ledger, r.clock, r.op.environ, job_id="J-000001").spent.job_usd
+    assert 0 < spent < 4
+    older = {"job": "J-000001", "step": 1}
+    with_ceilings(r, job_usd=float(4 + spent / 2))
+    with pytest.raises(OverCeiling, match="job ceiling"):
+        provision.provision(r.op, *approved(r, resume_from=older), job_id="J-000002")
+    provision.provision(r.op, *approved(r, nonce="b" * 16), job_id="J-000003")

@@ -183,6 +183,81 @@ def test_a_job_of_another_project_has_the_same_id_and_is_another_job(project, ot
     assert now(other, clock, job_id="J-000001").spent.job_usd == 5
 
 
+def on_machine(machine: str, cost: float) -> dict:
+    return charge("2026-03-10T11:00:00Z", cost) | {"machine_id": machine}
+
+
+def test_what_is_booked_on_a_machine_is_not_reserved_as_well(project, ledger, clock):
+    directory = reserve(project, clock, 10, "run").account
+    budget.note_attempt(project, clock, intent="run", directory=directory, machine_id="m_1")
+    journal.append(ledger.charges, [on_machine("m_1", 3), on_machine("m_2", 1)])
+    ledger.append([job("2026-03-10T11:30:00Z", 2) | {"id": "J-000001", "machine_id": "m_1"}])
+    books = now(project, clock)
+    assert (books.spent.day_usd, books.reserved_usd) == (6, 5)
+    reserve(project, clock, 9, "other")  # 6 + 5 + 9 are the ceiling of 20
+    with pytest.raises(OverCeiling, match="day ceiling"):
+        reserve(project, clock, 0.01, "more")
+    journal.append(ledger.charges, [on_machine("m_1", 7)])
+    assert now(project, clock).reserved_usd == 9
+
+
+def test_a_dollar_booked_makes_one_of_two_reservations_of_a_machine_smaller(project, ledger, clock):
+    directory = reserve(project, clock, 4, "run").account
+    budget.note_attempt(project, clock, intent="run", directory=directory, machine_id="m_1")
+    clock.sleep(1)
+    reserve(project, clock, 3, "x1", machine_id="m_1", machines=0)
+    journal.append(ledger.charges, [on_machine("m_1", 5)])
+    books = now(project, clock)
+    assert [(r.intent, r.reserved_usd) for r in books.reservations] == [("run", 0), ("x1", 2)]
+
+
+def test_what_is_booked_here_does_not_make_another_projects_reservation_smaller(project, other, clock):
+    directory = reserve(other, clock, 10, "run").account
+    budget.note_attempt(other, clock, intent="run", directory=directory, machine_id="m_1")
+    journal.append(Ledger(project, clock).charges, [on_machine("m_1", 3)])
+    assert now(project, clock).reserved_usd == 10
+
+
+def test_a_job_counts_what_its_machine_was_reserved_for_or_has_cost_whichever_is_more(project, ledger, clock):
+    directory = reserve(project, clock, 10, "run", job_id="J-000001").account
+    budget.note_attempt(project, clock, intent="run", directory=directory, machine_id="m_1")
+    journal.append(ledger.charges, [on_machine("m_1", 3)])
+    ledger.append([job("2026-03-10T11:30:00Z", 4) | {"id": "J-000001", "machine_id": "m_1"}])
+    assert now(project, clock, job_id="J-000001").spent.job_usd == 10
+    journal.append(ledger.charges, [on_machine("m_1", 5)])
+    assert now(project, clock, job_id="J-000001").spent.job_usd == 12
+
+
+def test_a_job_that_goes_on_with_an_older_one_has_the_same_ceiling(project, clock):
+    limits = policy.combine([("project", {"ceilings": {"job_usd": 5}})])
+    reserve(project, clock, 2, "i1", limits, job_id="J-000001")
+    settle(project, clock, 2, "i1")
+    reserve(project, clock, 1, "i2", limits, job_id="J-000002", resumes="J-000001")
+    settle(project, clock, 1, "i2")
+    assert now(project, clock, job_id="J-000002").spent.job_usd == 3
+    with pytest.raises(OverCeiling, match="job ceiling"):
+        reserve(project, clock, 2.5, "i3", limits, job_id="J-000003", resumes="J-000002")
+    reserve(project, clock, 2, "i3", limits, job_id="J-000003", resumes="J-000002")
+    reserve(project, clock, 5, "i4", limits, job_id="J-000004")
+
+
+def test_jobs_that_say_they_go_on_with_each_other_are_counted_once(project, clock):
+    reserve(project, clock, 2, "i1", job_id="J-000001", resumes="J-000002")
+    reserve(project, clock, 1, "i2", job_id="J-000002", resumes="J-000001")
+    assert now(project, clock, job_id="J-000001").spent.job_usd == 3
+
+
+def test_a_start_and_what_prolongs_it_add_up_against_the_ceiling_of_a_session(project, clock):
+    limits = policy.combine([("project", {"ceilings": {"session_usd": 5}})])
+    reserve(project, clock, 3, "start1", limits)
+    reserve(project, clock, 1, "x1", limits, session="start1", machine_id="m_1", machines=0)
+    assert now(project, clock, session="start1").spent.session_usd == 4
+    with pytest.raises(OverCeiling, match="session ceiling"):
+        reserve(project, clock, 1.5, "x2", limits, session="start1", machine_id="m_1", machines=0)
+    reserve(project, clock, 1, "x2", limits, session="start1", machine_id="m_1", machines=0)
+    reserve(project, clock, 5, "start2", limits, machine_id="m_1")  # another start is another session
+
+
 def test_a_reservation_without_a_machine_yet_is_one_more_machine_and_one_with_it_is_not(project, clock):
     limits = policy.combine([("project", {"ceilings": {"machines": 2}})])
     registry.put(project, "machines", {"id": "m_1", "provider": "vast", "status": "ready"}, clock=clock)

@@ -207,7 +207,9 @@ def rent(op: Operator, launched: Launch, found: Plan, approval: Approval) -> tup
     else:
         patient = replace(op, clock=CancellableClock(op.clock, lambda: launch.is_cancelled(op.project, launched.plan)))
         try:
-            provisioned = provision.provision(patient, launched.plan, found, approval, max_lease_s=launched.max_lease_s)
+            provisioned = provision.provision(
+                patient, launched.plan, found, approval, max_lease_s=launched.max_lease_s, job_id=launched.jobs[0]
+            )
         except KeyboardInterrupt:
             end_machines(op, launched, why="cancelled")
             raise

@@ -180,6 +180,8 @@ def _reserve(op: Operator, machine: Machine, plan: ActionPlan, intent: str, dead
         cost_usd=plan.worst_case_usd,
         rate_usd_hr=plan.rate_usd_hr or machine.rate_usd_hr,
         deadline_h=max(left_h, Decimal(0)),
+        job_id=budget.job_on(op.project, machine.id, op.environ),
+        session=runs.session_of(op, machine),
         machine_id=machine.id,
         machines=0,
         environ=op.environ,

@@ -266,17 +266,23 @@ def tell_due(op: Operator, *, job: str | None = None) -> None:
 
     job: one whose own ceiling is of interest.
     """
-    from gpu_skills.lifecycle import machines
+    from gpu_skills.lifecycle import machines, runs
 
     try:
         policy = op.policy()
         if not policy.notify:
             return
+        all_machines = machines.all_machines(op.project)
         books = budget.books(op.project, op.ledger, op.clock, op.environ, job_id=job)
         told = due(
-            now=op.clock.now(), machines=machines.all_machines(op.project), policy=policy,
+            now=op.clock.now(), machines=all_machines, policy=policy,
             spent=books.spent, reserved_usd=books.reserved_usd, job=job,
         )  # fmt: skip
+        for machine in all_machines if policy.ceilings["session_usd"] is not None else ():
+            if machine.is_rented and machine.status in budget.BILLING and (session := runs.session_of(op, machine)):
+                books = budget.books(op.project, op.ledger, op.clock, op.environ, session=session)
+                spent = Spent(session_usd=books.spent.session_usd)
+                told += due(now=op.clock.now(), policy=policy, spent=spent, session=f"{machine.id} {session}")
     except (GpuError, OSError):
         return  # records that cannot be read are named by whoever needs them, and by gpu doctor
     for one in told:

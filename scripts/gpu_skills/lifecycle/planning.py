@@ -141,7 +141,8 @@ def _planned(op: Operator, wish: Wish, policy: Policy) -> Plan:
     if wish.interruptible and not reader.traits.has_interruptible:
         reasons.append(Reason("no_interruptible", f"{provider} has no interruptible machines", "plan without it"))
         wish = replace(wish, interruptible=False)
-    money = _Money(policy, budget.books(op.project, op.ledger, op.clock, op.environ))
+    older_job = (wish.resume_from or {}).get("job")  # its money and this one's have one ceiling
+    money = _Money(policy, budget.books(op.project, op.ledger, op.clock, op.environ, job_id=older_job))
     need, looks, worst = _measured(op, wish, reader, money)
     reasons += _against_the_money(wish, money, worst)
     warnings: list[str] = []

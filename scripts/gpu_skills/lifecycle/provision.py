@@ -89,11 +89,18 @@ class Provisioned:
 
 
 def provision(
-    op: Operator, name: str, plan: Plan, approval: Approval, *, max_lease_s: float | None = None
+    op: Operator,
+    name: str,
+    plan: Plan,
+    approval: Approval,
+    *,
+    max_lease_s: float | None = None,
+    job_id: str | None = None,
 ) -> Provisioned:
     """A ready machine under this approval: a new one, or the one it has made already.
 
-    max_lease_s: a deadline that is nearer than the plan's; a farther one changes nothing.
+    max_lease_s: a deadline that is nearer than the plan's; a farther one changes nothing. job_id: the job it is for,
+    against whose ceiling its worst case counts.
 
     StateBusy when another command works on it: follow that. Approval kinds, OverCeiling and Unguarded before anything
     is bound: the approval is then unused. NoCapacity, NotReady and their like when nothing came of it; ProviderSilent
@@ -105,7 +112,7 @@ def provision(
             runs.require_ours(op, run)
         if run is None or run.state != "won":
             approval = approvals.find(op, ask_of_plan(name, plan), approval_id=approval.id)
-        run = _bound(op, name, plan, approval, run)
+        run = _bound(op, name, plan, approval, run, job_id)
         if run.state == "won":
             return _follow(op, run)
         if max_lease_s is not None:
@@ -113,7 +120,7 @@ def provision(
         return _Launch(op, plan, run).go()
 
 
-def _bound(op: Operator, name: str, plan: Plan, approval: Approval, run: Run | None) -> Run:
+def _bound(op: Operator, name: str, plan: Plan, approval: Approval, run: Run | None, job_id: str | None) -> Run:
     """The run of this approval with its money reserved. What refuses here leaves the approval unused."""
     if run is not None and run.state not in ("open", "won"):
         raise ApprovalUsed(reason=f"approval {run.approval_id} was used: its run is {run.state}")
@@ -132,6 +139,8 @@ def _bound(op: Operator, name: str, plan: Plan, approval: Approval, run: Run | N
         cost_usd=plan.worst_case_usd,
         rate_usd_hr=plan.max_rate_usd_hr,
         deadline_h=plan.deadline_h,
+        job_id=job_id,
+        resumes=(plan.resume_from or {}).get("job"),
         environ=op.environ,
     )
     if run is not None:
@@ -426,7 +435,7 @@ class _Launch:
             creation.refused(op, run, attempt, NoCapacity("it was written down and never sent"))
             return None
         if intent.result == "refused":
-            creation.note(op, run, attempt, result="refused", is_over=True)
+            creation.end_refused(op, run, attempt, intent.reason or "refused", intent.details.get("code"))
             return None
         if machine is not None and machine.instance_id is not None:
             return machine

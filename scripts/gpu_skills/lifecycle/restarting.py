@@ -155,6 +155,7 @@ class _Start:
             cost_usd=self.action.worst_case_usd,
             rate_usd_hr=self.action.rate_usd_hr if self.action.rate_usd_hr is not None else machine.rate_usd_hr,
             deadline_h=None if self.deadline is None else self._left_h(),
+            job_id=budget.job_on(op.project, machine.id, op.environ),
             machine_id=machine.id,
             environ=op.environ,
         )

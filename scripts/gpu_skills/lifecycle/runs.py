@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from gpu_skills.errors import ApprovalUsed, StateBusy, StateError
 from gpu_skills.lifecycle import intents, machines
+from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.state import files
 from gpu_skills.userdirs import NoHome
@@ -203,6 +204,13 @@ def take_moved(op: Operator) -> list[Run]:
 
 def _with_owner(before: str, after: str) -> Callable[[Run], Run]:
     return lambda run: replace(run, owner=after) if run.owner == before else run
+
+
+def session_of(op: Operator, machine: Machine) -> str | None:
+    """The approval of a machine's session: of its newest start, else of the run that made it."""
+    starts = (i for i in intents.read(op.project).values() if i.machine_id == machine.id and i.action == "start")
+    newest = [i.approval_id for i in starts if i.result == "done" and i.approval_id]
+    return newest[-1] if newest else machine.extra.get("approval_id")
 
 
 def update(op: Operator, approval_id: str, change: Callable[[Run], Run]) -> Run:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -34,7 +34,10 @@ _DIRECTORY = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}-[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class Books:
-    """spent and reservations at one moment, as `policy.check` wants them."""
+    """spent and reservations at one moment, as `policy.check` wants them.
+
+    A reservation holds what it is still good for: what is booked on its machines is spent, and counts there.
+    """
 
     spent: Spent
     reservations: tuple[Reservation, ...]
@@ -63,15 +66,18 @@ def books(
     environ: Mapping[str, str] = os.environ,
     *,
     job_id: str | None = None,
-    session_usd: Decimal = Decimal(0),
+    resumes: str | None = None,
+    session: str | None = None,
     without_intent: str | None = None,
     without_machine: str | None = None,
 ) -> Books:
     """The project's jobs and charges, what other projects settled on the same accounts, and all open reservations.
 
-    job_id: the job that money is wanted for; what its earlier attempts cost counts. What is booked after "now" counts
-    as today: a clock that went back gives no money back. without_intent: leave this reservation out, it is about to be
-    replaced, and do not count the machines it has paid for: they are what is asked for. without_machine: nor this one.
+    job_id: the job that money is wanted for; what its earlier attempts cost counts, also those under the ids of older
+    jobs that it goes on with (resumes: the newest of them, where no reservation says so yet). session: the intent that
+    a start was reserved for; what prolonged it counts too. without_intent: leave this reservation out, it is about to
+    be replaced, and do not count the machines it has paid for: they are what is asked for. without_machine: nor this
+    one. What is booked after "now" counts as today: a clock that went back gives no money back.
     """
     now = clock.now().astimezone(UTC)
     today, first = now.strftime("%Y-%m-%d"), now.strftime("%Y-%m-01")
@@ -79,32 +85,90 @@ def books(
     day = sum((row.cost_usd for row in booked.rows if (row.key or today) >= today), Decimal(0))
     accounts = _Accounts.read(project, environ)
     reservations = tuple(r for r in accounts.open() if r.intent != without_intent)
+    on_machines = _booked_on_machines(project, ledger, reservations, accounts)
     others = [s for s in accounts.settlements.values() if s.project_id != project.project_id]
     asked_for = {(project.project_id, machine) for machine in accounts.machines.get(without_intent or "", ())}
     asked_for.add((project.project_id, without_machine or ""))
     spent = Spent(
         day_usd=day + sum((s.usd for s in others if s.day >= today), Decimal(0)),
         month_usd=booked.total_usd + sum((s.usd for s in others if s.day >= first), Decimal(0)),
-        session_usd=session_usd,
+        session_usd=journal.reserved_usd(r for r in reservations if session and session in (r.intent, r.session)),
         machines=len((_billing(project) | {accounts.machine_of(r) for r in reservations}) - asked_for),
-        job_usd=_of_job(job_id, project, ledger, reservations, accounts) if job_id else Decimal(0),
+        job_usd=sum(
+            (
+                _of_job(one, project, ledger, reservations, accounts, on_machines)
+                for one in accounts.attempts_of(project, job_id, resumes)
+            ),
+            Decimal(0),
+        ),
         incomplete=booked.incomplete or accounts.bad_lines > 0,
     )
-    return Books(spent, reservations)
+    return Books(spent, tuple(_less_what_is_booked(project, reservations, accounts, on_machines)))
+
+
+def _booked_on_machines(
+    project: Project, ledger: Ledger, reservations: Iterable[Reservation], accounts: _Accounts
+) -> dict[str, Decimal]:
+    """What this project's books say that the machines of these reservations have cost so far."""
+    wanted = {
+        machine
+        for reservation in reservations
+        if reservation.project_id == project.project_id
+        for machine in accounts.machines.get(reservation.intent, ())
+    }
+    found = dict.fromkeys(wanted, Decimal(0))
+    for machine in wanted:
+        for job in ledger.last_lines_on(machine):
+            found[machine] += usd(job.get("cost_usd") or 0)
+    if wanted:
+        for _offset, _number, line in journal.scan(ledger.charges):
+            if isinstance(line, dict) and line.get("machine_id") in found:
+                cost = line.get("cost_usd")
+                found[line["machine_id"]] += usd(cost) if type(cost) in (int, float) else Decimal(0)
+    return {machine: max(Decimal(0), cost) for machine, cost in found.items()}
+
+
+def _less_what_is_booked(
+    project: Project, reservations: Iterable[Reservation], accounts: _Accounts, on_machines: Mapping[str, Decimal]
+) -> list[Reservation]:
+    """The reservations with what they are still good for. One dollar booked makes one of them smaller, the oldest."""
+    rest = dict(on_machines)
+    found = []
+    for reservation in sorted(reservations, key=lambda r: r.ts):
+        left = reservation.reserved_usd
+        is_ours = reservation.project_id == project.project_id
+        for machine in accounts.machines.get(reservation.intent, ()) if is_ours else ():
+            part = min(left, rest[machine])
+            left, rest[machine] = left - part, rest[machine] - part
+        found.append(replace(reservation, reserved_usd=left))
+    return found
 
 
 def _of_job(
-    job_id: str, project: Project, ledger: Ledger, reservations: tuple[Reservation, ...], accounts: _Accounts
+    job_id: str,
+    project: Project,
+    ledger: Ledger,
+    reservations: Iterable[Reservation],
+    accounts: _Accounts,
+    on_machines: Mapping[str, Decimal],
 ) -> Decimal:
     """What a job of this project (others have the same ids) has cost and has reserved.
 
     Settled is what its machine billed, and that has the job's own line in it: the dearer of the two counts, not both.
+    The same holds for what is reserved and what is booked on its machine so far.
     """
     ours = (None, project.project_id)
     settled = [s.usd for s in accounts.settlements.values() if s.job_id == job_id and s.project_id in ours]
-    cost = (ledger.latest(job_id) or {}).get("cost_usd")
-    booked = usd(cost or 0)
-    open_usd = journal.reserved_usd(r for r in reservations if r.job_id == job_id and r.project_id in ours)
+    line = ledger.latest(job_id) or {}
+    booked = usd(line.get("cost_usd") or 0)
+    open_usd = Decimal(0)
+    for reservation in reservations:
+        if reservation.job_id == job_id and reservation.project_id in ours:
+            mine = accounts.machines.get(reservation.intent, {})
+            open_usd += max(
+                reservation.reserved_usd, sum((on_machines.get(machine, Decimal(0)) for machine in mine), Decimal(0))
+            )
+            booked = Decimal(0) if line.get("machine_id") in mine else booked
     return open_usd + max(sum(settled, Decimal(0)), booked)
 
 
@@ -121,8 +185,9 @@ def reserve(
     rate_usd_hr: Decimal | float | int | str,
     deadline_h: Decimal | float | int | str | None,
     job_id: str | None = None,
+    resumes: str | None = None,
     machine_id: str | None = None,
-    session_usd: Decimal = Decimal(0),
+    session: str | None = None,
     machines: int = 1,
     environ: Mapping[str, str] = os.environ,
 ) -> Reservation:
@@ -130,7 +195,8 @@ def reserve(
 
     From its return until `settle` the money counts against every ceiling of every project on these accounts. Reserving
     again for an intent replaces its amount, and opens it again when it was settled. machine_id: one that is there
-    already, and among `machines`. To be called before the request that bills leaves; no lock is held then.
+    already, and among `machines`. session: of what prolongs it, the intent of the start. resumes: the older job
+    that job_id goes on with. To be called before the request that bills leaves; no lock is held then.
     """
     project.require_writable()
     path = account_journal(provider, account, environ)
@@ -142,7 +208,8 @@ def reserve(
             clock,
             environ,
             job_id=job_id,
-            session_usd=session_usd,
+            resumes=resumes,
+            session=session,
             without_intent=intent,
             without_machine=machine_id if machines else None,
         )
@@ -165,6 +232,7 @@ def reserve(
             "project_id": project.project_id,
             "machine_id": machine_id,
             "job_id": job_id,
+            **{k: v for k, v in {"resumes": resumes, "session": session}.items() if v is not None},
             "reserved_usd": json_number(amount("cost_usd", cost_usd)),
         }
         journal.append(path, [event])
@@ -239,6 +307,13 @@ def open_reservations(project: Project, environ: Mapping[str, str] = os.environ)
         for r in accounts.open()
         if r.project_id == project.project_id
     }
+
+
+def job_on(project: Project, machine_id: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The job that a machine was rented for, as its open reservations say."""
+    found = open_reservations(project, environ).values()
+    jobs = (one.reservation.job_id for one in found if machine_id in one.machine_ids)
+    return next((job for job in jobs if job is not None), None)
 
 
 @dataclass(frozen=True)
@@ -375,6 +450,21 @@ class _Accounts:
             if settlement is None or settlement.ts < reservation.ts or settlement.is_before(reservation):
                 kept[reservation.intent] = reservation
         return list(kept.values())
+
+    def attempts_of(self, project: Project, *jobs: str | None) -> list[str]:
+        """These jobs of a project and the older ones that they go on with."""
+        older: dict[str, list[str]] = {}
+        for reservation in self.reservations.values():
+            if reservation.project_id == project.project_id and reservation.job_id and reservation.resumes:
+                older.setdefault(reservation.job_id, []).append(reservation.resumes)
+        found: dict[str, None] = {}
+        waiting = [job for job in jobs if job]
+        while waiting:
+            job = waiting.pop()
+            if job not in found:
+                found[job] = None
+                waiting += older.get(job, [])
+        return list(found)
 
     def machine_of(self, reservation: Reservation) -> tuple[str, str]:
         """The machine it pays for; one without an id yet is one more machine."""

@@ -29,7 +29,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Reservation:
-    """The worst case of a billed action that is not settled yet; it counts against every ceiling."""
+    """The worst case of a billed action that is not settled yet; it counts against every ceiling.
+
+    resumes: the older job that job_id goes on with. session: the intent of the start that this prolongs.
+    """
 
     intent: str
     reserved_usd: Decimal
@@ -37,6 +40,8 @@ class Reservation:
     account: str | None = None
     project_id: str | None = None
     job_id: str | None = None
+    resumes: str | None = None
+    session: str | None = None
 
 
 def append(path: Path, records: Sequence[dict[str, Any]]) -> tuple[int, int]:
@@ -161,6 +166,8 @@ def open_reservations(events: Iterable[dict[str, Any]]) -> list[Reservation]:
                 account=event.get("account"),
                 project_id=event.get("project_id"),
                 job_id=event.get("job_id"),
+                resumes=event.get("resumes"),
+                session=event.get("session"),
             )
         elif kind == "settlement":
             found.pop(intent, None)  # type: ignore[arg-type]
