@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from gpu_skills.credentials import Credential
+from gpu_skills.jobs import gone
 from gpu_skills.lifecycle.connect import Link, connect
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.providers.runpod import RunpodReader, RunpodWriter, connect_runpod
@@ -73,10 +74,24 @@ class Rig:
     def another(self, root: Path, *, project_id: str | None = None) -> Rig:
         """A second project, or a second state directory of the same id, on the same account of the same user."""
         project = projects.init(root, project_id=project_id)
+        ledger = Ledger(project, self.clock)
         op = replace(
-            self.op, project=project, ledger=Ledger(project, self.clock), policy=lambda: _policy(project, root)
+            self.op,
+            project=project,
+            ledger=ledger,
+            policy=lambda: _policy(project, root),
+            **of_jobs(project, ledger, self.clock),
         )
         return replace(self, op=op, notices=[])
+
+
+def of_jobs(project: Project, ledger: Ledger, clock: Any) -> dict[str, Callable[..., Any]]:
+    """What an operator is told of jobs, as the command line tells it."""
+    return {
+        "running_jobs": lambda machine: gone.running_on(ledger, machine),
+        "unverified": lambda machine: gone.unverified_on(project, ledger, machine),
+        "settle_jobs": lambda machine, why, at=None: gone.end_jobs(project, ledger, clock, machine, why, at=at),
+    }
 
 
 @pytest.fixture
@@ -112,9 +127,10 @@ def rig(make_sandbox: Callable[..., Sandbox], tmp_path: Path) -> Callable[..., R
             return connect(machine, known_hosts=project.state / "known_hosts", environ=environ)
 
         notices: list[tuple[str, str, dict[str, Any]]] = []
+        ledger = Ledger(project, clock)
         op = Operator(
             project=project,
-            ledger=Ledger(project, clock),
+            ledger=ledger,
             clock=clock,
             policy=lambda: _policy(project, root),
             environ=environ,
@@ -122,6 +138,7 @@ def rig(make_sandbox: Callable[..., Sandbox], tmp_path: Path) -> Callable[..., R
             writer=lambda name: writer,
             account=lambda name: key.account,
             connect=link_to,
+            **of_jobs(project, ledger, clock),
             notify=lambda event, subject, **facts: notices.append((event, subject, facts)),
             account_home=user,
         )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -195,6 +196,31 @@ def test_many_connections_start_jobs_of_one_project_at_once(root: Path) -> None:
             assert first.wait(name)["state"] == "succeeded"
             assert first.log(name) == f"{number}\n".encode()
         assert [status["job"] for status in first.call("status", jobs=names)["jobs"]] == names
+
+
+def test_the_machine_tells_of_every_job_it_has_whoever_asks(machine: RunnerClient) -> None:
+    assert machine.call("jobs") == {"jobs": [], "left_out": 0}
+    machine.run("echo x > $GPU_OUTPUT_DIR/x", job="J-000007")
+    machine.start("sleep 60", job="J-000003")
+    told = machine.call("jobs")["jobs"]
+    assert [(status["job"], status["state"]) for status in told] == [("J-000003", "running"), ("J-000007", "succeeded")]
+    assert told[1]["outputs"] == {"files": 1, "bytes": 2}
+    assert [status["job"] for status in machine.call("jobs", after="J-000003")["jobs"]] == ["J-000007"]
+    machine.call("cancel", job="J-000003", wait_s=5)
+
+
+def test_jobs_that_do_not_fit_into_one_answer_are_counted_and_told_by_the_next(machine: RunnerClient) -> None:
+    machine.run("true", job="J-000001")
+    folder = machine.folder / "jobs"
+    for number in range(2, 301):
+        shutil.copytree(folder / "J-000001", folder / f"J-{number:06d}")
+    first = machine.call("jobs")
+    assert 0 < first["left_out"] < 300
+    found, left = first["jobs"], first["left_out"]
+    while left:
+        more = machine.call("jobs", after=found[-1]["job"])
+        found, left = found + more["jobs"], more["left_out"]
+    assert [status["job"] for status in found] == [f"J-{number:06d}" for number in range(1, 301)]
 
 
 def test_a_tree_that_is_not_there_is_refused_before_anything_is_made(machine: RunnerClient) -> None:

@@ -103,6 +103,8 @@ def test_a_header_that_cannot_be_understood_is_answered_and_closes(machine: Runn
         ("status", {"jobs": ["../../etc"]}),
         ("status", {"jobs": ["J-000001\n"]}),
         ("status", {"jobs": "J-000001"}),
+        ("jobs", {"after": "../J-000001"}),
+        ("jobs", {"after": 7}),
         ("log", {"job": "J-000001/.."}),
         ("cancel", {"job": None}),
         ("forget", {"job": "J-00000a"}),

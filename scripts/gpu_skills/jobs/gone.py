@@ -9,7 +9,7 @@ from decimal import Decimal
 from gpu_skills.clock import Clock, parse_timestamp, timestamp
 from gpu_skills.economics.sharing import shared_seconds
 from gpu_skills.jobs.observe import Notify, tell_end
-from gpu_skills.jobs.records import JobFolder, is_collected
+from gpu_skills.jobs.records import START_REFUSED, JobFolder, is_collected
 from gpu_skills.lifecycle import machines
 from gpu_skills.state.ledger import Ledger
 from gpu_skills.state.project import Project
@@ -24,6 +24,9 @@ _STATES = {
     "cancelled": "cancelled",
 }
 
+# Why a job ended that its machine, asked for it, did not have.
+_NEVER_THERE = (START_REFUSED, "never_started")
+
 
 def running_on(ledger: Ledger, machine_id: str) -> list[str]:
     """Jobs of a machine that have no end in the ledger, oldest first."""
@@ -31,19 +34,40 @@ def running_on(ledger: Ledger, machine_id: str) -> list[str]:
 
 
 def unverified_on(project: Project, ledger: Ledger, machine_id: str) -> list[str]:
-    """Jobs that the machine took and whose outputs, for all we know, are nowhere else.
+    """Jobs that were sent to the machine and whose outputs, for all we know, are nowhere else.
 
-    A job whose last manifest names no file left nothing to lose; one without a manifest counts, nobody looked.
+    Sent, not accepted: an answer may be lost. A job whose last manifest names no file left nothing to lose; one without
+    a manifest counts, nobody looked.
     """
     found = []
-    for job in ledger.jobs_on(machine_id):
+    for job in jobs_of(project, ledger, machine_id):
         folder = JobFolder(project, job)
-        if folder.read("accepted") is None or is_collected(project, job) or folder.read("abandoned") is not None:
+        if not may_be_there(ledger, folder) or is_collected(project, job) or folder.read("abandoned") is not None:
             continue
         manifest = folder.read("manifest")
         if manifest is None or manifest["files"] or not manifest.get("final"):
             found.append(job)
     return found
+
+
+def jobs_of(project: Project, ledger: Ledger, machine_id: str) -> list[str]:
+    """Ids of all jobs that ran on a machine, also under the record it had before it was believed gone."""
+    ids: list[str] = []
+    known: str | None = machine_id
+    while known is not None and known not in ids:
+        ids.append(known)
+        machine = machines.find(project, known)
+        before = machine.extra.get("was") if machine is not None else None
+        known = before if isinstance(before, str) else None
+    return [job for one in reversed(ids) for job in ledger.jobs_on(one)]
+
+
+def may_be_there(ledger: Ledger, folder: JobFolder) -> bool:
+    """Whether the machine may have it: it was sent, and the machine did not say that it has nothing of it."""
+    if folder.read("accepted") is not None:
+        return True
+    line = ledger.latest(folder.job) or {}
+    return folder.was_sent and line.get("reason") not in _NEVER_THERE
 
 
 def end_jobs(

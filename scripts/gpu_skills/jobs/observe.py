@@ -19,6 +19,7 @@ from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.remote.tree import parse_manifest
 from gpu_skills.state import journal, quick_check, strict_json
+from gpu_skills.state.job_record import JOB_ID
 from gpu_skills.state.ledger import Ledger
 from gpu_skills.state.project import Project
 from gpu_skills.units import json_number, usd
@@ -27,6 +28,7 @@ ARTIFACTS_IN_A_LINE = 50
 MAX_EVENT_BYTES = 8 << 20  # of one answer; a runner sends 4 MiB at most
 CLOCK_SKEW_S = 120.0  # between this computer and the machine
 SKIPPED_KEPT = 200  # of one manifest
+MAX_JOBS_THERE = 100_000
 ASKED_AT_ONCE = 100  # about 150 answers fit into one
 _EXITS = {"timeout": EXIT_TIMEOUT, "cancelled": EXIT_CANCELLED}
 _KEPT_OF_AN_END = ("state", "exit_code", "reason", "message", "started_epoch_s", "duration_s", "outputs")
@@ -72,6 +74,22 @@ def settle(
             if _write_end(project, ledger, link, line, answer, answers) and link.machine.is_rented:
                 tell_end(notify, ledger.latest(line["id"]) or line)
     return answers
+
+
+def jobs_there(project: Project, link: Link) -> dict[str, dict[str, Any]]:
+    """Every job of the project that the machine itself knows of, by id: also those that no record here names."""
+    found: dict[str, dict[str, Any]] = {}
+    after = ""
+    while True:
+        asked = {"project": project.project_id, **({"after": after} if after else {})}
+        reply = link.session.call("jobs", asked)
+        told = {s["job"]: s for s in reply["jobs"] if JOB_ID.fullmatch(s["job"]) and s["job"] > after}
+        found |= told
+        if not reply["left_out"]:
+            return {job: status for job, status in found.items() if status["state"] != "unknown"}
+        if not told or len(found) > MAX_JOBS_THERE:
+            raise ProtocolError(host=link.host, reason="its list of jobs has no end")
+        after = max(told)
 
 
 def tell_end(notify: Notify, line: dict[str, Any]) -> None:

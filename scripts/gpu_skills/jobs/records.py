@@ -16,6 +16,9 @@ from gpu_skills.errors import JobNotFound, StateError
 from gpu_skills.state import files, quick_check
 from gpu_skills.state.project import Project
 
+# The reason of a job that the machine said no to: nothing of it is there.
+START_REFUSED = "start_refused"
+
 
 @dataclass(frozen=True)
 class JobFolder:

@@ -11,7 +11,7 @@ from gpu_skills.clock import Clock, timestamp
 from gpu_skills.errors import JobNotFound, JobRunning, NotCollected, Refused, RemoteError
 from gpu_skills.jobs import gone, observe
 from gpu_skills.jobs.records import JobFolder, is_collected
-from gpu_skills.lifecycle import machines, states
+from gpu_skills.lifecycle import intents, machines, states
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.state.ledger import Ledger
@@ -41,7 +41,7 @@ def give_back(
         raise Refused(
             f"{machine.id} is rented: only its destruction ends its bill", next_step=f"gpu machine destroy {machine.id}"
         )
-    _require_known(ledger, abandon)
+    _require_known(ledger, abandon, ())
     with closing(connect(machine)) as link:
         for obstacle in _obstacles_there(project, ledger, clock, link, abandon):
             raise obstacle
@@ -70,6 +70,9 @@ def destroy(
     obstacles = gate(op, machine, abandon)
     if not obstacles:
         _record_abandoned(op.project, op.ledger, op.clock, machine, abandon)
+        if abandon:
+            given_up = {"names": sorted(set(abandon))[:FILES_SHOWN]}
+            intents.observe(op.project, op.clock, "outputs_abandoned", machine_id=machine.id, details=given_up)
     more = {} if wait_s is None else {"wait_s": wait_s}
     return release.destroy(op, machine, why=why, gate=obstacles, approval_id=approval_id, **more)
 
@@ -77,31 +80,30 @@ def destroy(
 def gate(op: Operator, machine: Machine, abandon: Collection[str] = ()) -> list[Refused]:
     """What stands against the end of a rented machine: JobRunning, or NotCollected with files, bytes and the command.
 
-    A machine that answers is asked. Of one that does not, what is on record counts: there nobody can tell a job that
-    runs from one that ended, so every job that is not collected has to be named in `abandon`.
+    A machine that answers is asked, also for jobs that no record here names. Of one that does not, what is on record
+    counts: there nobody can tell a job that runs from one that ended, so every job that is not collected has to be
+    named in `abandon`. Where the records are not whole, the machine's own id there stands for what they do not name.
     """
-    _require_known(op.ledger, abandon)
-    if machine.status in states.FINAL or not op.ledger.jobs_on(machine.id):
-        return []
     if machine.status in ("ready", "busy"):
         try:
             with closing(op.connect(machine)) as link:
                 return _obstacles_there(op.project, op.ledger, op.clock, link, abandon)
         except RemoteError as exc:
             op.say(f"{machine.id} does not answer ({exc.message}): what is on record counts")
-    return _obstacles_on_record(op, machine, abandon)
+    _require_known(op.ledger, abandon, {machine.id})
+    return [] if machine.status in states.FINAL else _obstacles_on_record(op, machine, abandon)
 
 
-def _require_known(ledger: Ledger, jobs: Collection[str]) -> None:
-    for job in jobs:
-        if ledger.latest(job) is None:
-            raise JobNotFound(job=job)
+def _require_known(ledger: Ledger, names: Collection[str], others: Collection[str]) -> None:
+    for name in names:
+        if name not in others and ledger.latest(name) is None:
+            raise JobNotFound(job=name)
 
 
 def _record_abandoned(
     project: Project, ledger: Ledger, clock: Clock, machine: Machine, abandon: Collection[str]
 ) -> None:
-    for job in set(abandon) & set(ledger.jobs_on(machine.id)):
+    for job in set(abandon) & set(gone.jobs_of(project, ledger, machine.id)):
         JobFolder(project, job).write("abandoned", {"at": timestamp(clock.now()), "machine_id": machine.id})
 
 
@@ -110,11 +112,32 @@ def _obstacles_there(
 ) -> list[Refused]:
     """As the machine tells it."""
     observe.settle(project, ledger, clock, link)
+    strange = _unrecorded(project, ledger, link) if link.machine.is_rented else {}
+    _require_known(ledger, abandon, {link.machine.id, *strange})
     running = observe.open_jobs(ledger, link.machine.id)
     if running:
         return [JobRunning(job=running[0]["id"])]
     lost = _uncollected(project, ledger, link, abandon)
-    return [_not_collected(lost)] if lost else []
+    if lost:
+        return [_not_collected(lost)]
+    for job, status in strange.items():
+        if job in abandon or link.machine.id in abandon:
+            continue
+        step = f"gpu machine destroy {link.machine.id} --abandon-outputs {job}"
+        if status["state"] == "running":
+            return [JobRunning(f"job {job} is running, and no record here names it", job=job, next_step=step)]
+        files = (status.get("outputs") or {}).get("files")
+        if files != 0:
+            how_many = "files, nobody knows how many" if files is None else counted(files, "file")
+            jobs = f"{job}, which no record here names: {how_many}"
+            return [NotCollected(jobs=jobs, next_step=step, outputs={job: []})]
+    return []
+
+
+def _unrecorded(project: Project, ledger: Ledger, link: Link) -> dict[str, dict[str, Any]]:
+    """What the machine has of this project that no record has of this machine: started before the records were lost."""
+    recorded = set(gone.jobs_of(project, ledger, link.machine.id))
+    return {job: status for job, status in observe.jobs_there(project, link).items() if job not in recorded}
 
 
 def _obstacles_on_record(op: Operator, machine: Machine, abandon: Collection[str]) -> list[Refused]:
@@ -126,11 +149,15 @@ def _obstacles_on_record(op: Operator, machine: Machine, abandon: Collection[str
                 if not is_collected(op.project, job):
                     manifest = JobFolder(op.project, job).read("manifest")
                     lost[job] = list(manifest["files"]) if manifest else []
-    if not lost:
-        return []
     is_asleep = machine.status in ("stopped", "stopping")
-    step = f"gpu machine start {machine.id}" if is_asleep else f"gpu job pull {next(iter(lost))}"
-    return [_not_collected(lost, next_step=step)]
+    if lost:
+        step = f"gpu machine start {machine.id}" if is_asleep else f"gpu job pull {next(iter(lost))}"
+        return [_not_collected(lost, next_step=step)]
+    if machine.has_unknown_past and machine.id not in abandon:
+        given_up = f"gpu machine destroy {machine.id} --abandon-outputs {machine.id}"
+        step = f"gpu machine start {machine.id}; to lose what it has: {given_up}" if is_asleep else given_up
+        return [NotCollected(jobs=f"which jobs {machine.id} has is not on record", next_step=step, outputs={})]
+    return []
 
 
 def _not_collected(lost: dict[str, list[dict[str, Any]]], *, next_step: str | None = None) -> NotCollected:
@@ -150,11 +177,11 @@ def _uncollected(
     project: Project, ledger: Ledger, link: Link, abandon: Collection[str]
 ) -> dict[str, list[dict[str, Any]]]:
     lost: dict[str, list[dict[str, Any]]] = {}
-    for job in ledger.jobs_on(link.machine.id):
+    for job in gone.jobs_of(project, ledger, link.machine.id):
         if job in abandon or is_collected(project, job):
             continue
         folder = JobFolder(project, job)
-        if folder.read("accepted") is None:
+        if not gone.may_be_there(ledger, folder):
             continue
         with folder.collecting():  # a pull that is under way ends first
             if is_collected(project, job):

@@ -14,7 +14,7 @@ from typing import Any
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.errors import GpuError, JobError, OutcomeUnknown, ProtocolError, TransferIncomplete, Unreachable
 from gpu_skills.jobs.pack import Packed
-from gpu_skills.jobs.records import JobFolder
+from gpu_skills.jobs.records import START_REFUSED, JobFolder
 from gpu_skills.jobs.spec import JobSpec
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.remote.environment import job_environment
@@ -134,6 +134,7 @@ def start(
                     "cost_usd": 0,
                     "artifacts": [],
                     "error": exc.message,
+                    "reason": START_REFUSED,
                 }
             )
             raise StartRefused(

@@ -88,6 +88,11 @@ class Machine:
         """The provider's id of a rented machine; None while nobody knows whether there is one."""
         return self.host if self.is_rented and self.host != self.id else None
 
+    @property
+    def has_unknown_past(self) -> bool:
+        """Which jobs ran on it is not on record: it was taken back from its label."""
+        return self.extra.get("adopted_at") is not None
+
     def to_record(self) -> dict[str, Any]:
         endpoint = None
         if self.endpoint is not None:

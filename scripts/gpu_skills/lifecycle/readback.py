@@ -278,9 +278,13 @@ def due(op: Operator, machine: Machine, seen: Instance) -> Decision:
     decision = sentinel.decide(
         seen, label, deadline_of(op, machine, seen, label), op.clock.now(), grace_of(op, machine), proof
     )
-    if decision.action == "keep" and not op.unverified(machine.id):
-        return Decision("destroy", "its deadline and the time its disk is kept have passed; its outputs are collected")
-    return decision
+    if decision.action != "keep":
+        return decision
+    if machine.has_unknown_past:
+        return replace(decision, why="it was taken back from its label: which jobs it has is not on record")
+    if op.running_jobs(machine.id) or op.unverified(machine.id):
+        return decision
+    return Decision("destroy", "its deadline and the time its disk is kept have passed; its outputs are collected")
 
 
 def _proof(op: Operator, machine: Machine) -> Callable[[Instance, Label, datetime], bool]:

@@ -209,13 +209,15 @@ class _Pass:
             for seen in fresh:
                 twin = creation.destroy_twin(self.op, run, attempt, seen)
                 self.held.add(twin.id)
-                self._say("twin", "a second machine of one create: it is destroyed", machine=twin, is_uncertain=True)
+                text, step = "a second machine of one create: it is destroyed", f"gpu reconcile --provider {self.provider}"
+                self._say("twin", text, machine=twin, next_step=step, is_uncertain=True)
         elif is_open and on_record:
             self._catch_up(run, attempt, next(iter(on_record.values())))
         elif is_open and intent is not None and intent.result == "done" and intent.instance_id:
             creation.record_created(self.op, run, attempt, intent.instance_id)
         elif is_open and intent is not None and intent.result == "refused":
-            creation.note(self.op, run, attempt, result="refused", reason=intent.reason, is_over=True)
+            reason, code = intent.reason or "refused", intent.details.get("code")
+            creation.end_refused(self.op, run, attempt, reason, code)
         elif is_open:
             if intent is None and self._journal_is_lost(run, attempt):
                 adoption.remember_create(self.op, run, attempt)
@@ -377,11 +379,12 @@ class _Pass:
             self.booked += len(accounting.close(self.op, machine))
 
     def _keep(self, machine: Machine, why: str) -> None:
-        jobs = self.op.unverified(machine.id)
+        jobs = list(dict.fromkeys([*self.op.running_jobs(machine.id), *self.op.unverified(machine.id)]))
         step = f"gpu job pull {jobs[0]}" if jobs else f"gpu machine destroy {machine.id}"
         burn = machine.storage_usd_hr
         self.op.notify("idle_stop", machine.id, uncollected=", ".join(jobs[:20]), burn_usd_hr=burn, steps=step)
-        text = f"stopped, past its deadline, with outputs that are nowhere else ({', '.join(jobs[:5])}): {why}"
+        what = f"outputs that are nowhere else ({', '.join(jobs[:5])})" if jobs else "whatever its jobs left"
+        text = f"stopped, past its deadline, with {what}: {why}"
         self._say("kept", text, machine=machine, next_step=step)
 
     def _end(self, machine: Machine, why: str) -> None:

@@ -431,8 +431,12 @@ def stop(
     if running and not despite_jobs:
         raise JobRunning(job=running[0])
     unverified = op.unverified(machine.id)
-    if unverified and not ownership.workspace_survives(seen):
-        raise NotCollected(jobs=", ".join(unverified[:20]), next_step=f"gpu job pull {unverified[0]}")
+    if not ownership.workspace_survives(seen):
+        if unverified:
+            raise NotCollected(jobs=", ".join(unverified[:20]), next_step=f"gpu job pull {unverified[0]}")
+        if machine.has_unknown_past:
+            step = f"gpu machine destroy {machine.id}"
+            raise NotCollected(jobs=f"which jobs {machine.id} has is not on record", next_step=step)
     intent = intents.new_id()
     intents.begin(
         op.project,

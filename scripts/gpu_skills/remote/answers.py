@@ -216,6 +216,7 @@ _RESULTS: dict[str, dict[str, Check]] = {
     "seal": {"known": lambda value: value is True},
     "start": _STATUS_FIELDS,
     "status": {"jobs": _list_of(_status)},
+    "jobs": {"jobs": _list_of(_status), "left_out": _count},
     "log": {"offset": _count, "next": _count, "gap_bytes": _count, "total": _count, "status": _status},
     "events": {"next": _count},
     "manifest": {"files": _count, "bytes": _count, "final": _bool, "skipped": _list},

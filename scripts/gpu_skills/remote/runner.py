@@ -1356,11 +1356,23 @@ def reserve(path: str, size: int) -> None:
 @verb("status")
 def status(server: Server, args: dict[str, Any]) -> dict[str, Any]:
     project = server.project(args)
+    return statuses(project, [text(name, JOB_ID, "job") for name in names(args.get("jobs"), "jobs")])
+
+
+@verb("jobs")
+def jobs(server: Server, args: dict[str, Any]) -> dict[str, Any]:
+    """Every job of the project that has a folder here, whoever started it; `after` is where an answer ended."""
+    project = server.project(args)
+    after = text(args["after"], JOB_ID, "after") if args.get("after") is not None else ""
+    return statuses(project, [name for name in project.job_names() if name > after])
+
+
+def statuses(project: Project, wanted: list[str]) -> dict[str, Any]:
+    """As many as fit into a header, in this order."""
     answers: list[dict[str, Any]] = []
-    wanted, room = names(args.get("jobs"), "jobs"), MAX_HEADER - 2048
-    until = time.monotonic() + SETTLE_WAIT_S
+    room, until = MAX_HEADER - 2048, time.monotonic() + SETTLE_WAIT_S
     for name in wanted:
-        answer = job_status(project.job(text(name, JOB_ID, "job")), until)
+        answer = job_status(project.job(name), until)
         room -= len(dumps(answer)) + 1
         if room < 0:
             break
