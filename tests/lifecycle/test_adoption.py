@@ -10,9 +10,10 @@ import pytest
 
 from gpu_skills.errors import Refused, UsageError
 from gpu_skills.lifecycle import adoption, intents, labels, machines, reconcile, release, runs, states
-from gpu_skills.state import budget
+from gpu_skills.state import budget, files
 from gpu_skills.state import project as projects
 from gpu_skills.state.ledger import Ledger
+from renting import rent
 from run_by_hand import ByHand, job
 
 both = pytest.mark.parametrize("vendor", ["vast", "runpod"])
@@ -52,6 +53,30 @@ def test_a_lost_state_directory_is_rebuilt_from_labels_with_the_rates_of_the_pro
         assert getattr(after, name) == getattr(before, name), name
     assert runs.load(r.op, hand.approval).owner == runs.owner_of(r.op)
     assert words(reconcile.run(r.op, [vendor], adopt=True)) == []
+
+
+@pytest.mark.parametrize("has_plan", [True, False], ids=["plan", "no plan"])
+@pytest.mark.parametrize("machine_class", ["project", "job"])
+@both
+def test_an_adopted_machine_is_talked_to_in_the_folder_it_has(rig, vendor, machine_class, has_plan):
+    """A project's machine keeps its runner in the workspace, a job's one that keeps nothing has it in its home."""
+    r = rig(vendor, real=True)
+    got = rent(r, machine_class=machine_class, outputs_ephemeral=machine_class == "job" and vendor == "runpod")
+    root = got.link.session.greeting.root
+    got.link.close()
+    plan = r.project.path("plans") / f"{got.machine.plan}.json"
+    kept = plan.read_bytes()
+    r = lose_everything(r)
+    if has_plan:
+        files.make_directory(r.project.path("plans"))
+        (r.project.path("plans") / plan.name).write_bytes(kept)
+    reconcile.run(r.op, [vendor], adopt=True)
+    link = r.op.connect(machines.find(r.project, got.machine.id))
+    try:
+        assert link.session.greeting.root == root
+        assert link.session.call("fuse", {"intent": got.machine.intent})["receipt"] is not None
+    finally:
+        link.close()
 
 
 @both

@@ -13,7 +13,7 @@ from decimal import Decimal
 
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import Refused, UsageError
-from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.lifecycle import creation, intents, labels, machines, runs, states
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -105,8 +105,7 @@ def rebuilt(op: Operator, one: Unrecorded) -> Machine:
         vram_gb=seen.vram_gb,
         disk_gb=seen.disk_gb,
         endpoint=endpoint_of(op, seen) if is_up else None,
-        # As every machine of this provider is set up: where only the workspace survives, the runner stands in it.
-        root="~/../workspace/.gpu-skills" if seen.provider == "runpod" else None,
+        root=creation.root_of(op, one.run.plan_sha256 if one.run is not None else None),
         label=seen.label,
         machine_class=label.machine_class,
         intent=label.intent,

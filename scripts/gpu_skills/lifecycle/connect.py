@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,11 @@ from gpu_skills.errors import Unreachable
 if TYPE_CHECKING:
     from gpu_skills.lifecycle.machines import Machine
     from gpu_skills.remote.session import Session
+    from gpu_skills.remote.transport import Transport
 
+# Where a disk that survives a stop is mounted, on machines that have one beside the container's own.
+WORKSPACE = "/workspace"
+LOOK_S = 30.0
 # In the record of a rented machine: the fingerprint of its host key, as the provider's log printed it.
 VOUCHED = "host_key_sha256"
 
@@ -63,7 +68,26 @@ def connect(machine: Machine, *, known_hosts: Path, environ: Mapping[str, str], 
         vouched=machine.extra.get(VOUCHED),
         may_pin=may_write,
     )
-    return Link(machine, Session.open(transport, root=machine.root, may_install=may_write), Bulk(transport))
+    root = machine.root or _beside_its_fuse(transport, machine)
+    return Link(machine, Session.open(transport, root=root, may_install=may_write), Bulk(transport))
+
+
+def _beside_its_fuse(transport: Transport, machine: Machine) -> str | None:
+    """The runner's folder of a machine whose record does not say it; None: the usual one, in the home.
+
+    A fuse lives where the disk survives a stop, from the machine's first moment on, and its folder has the intent in
+    its name: on a volume there may be those of other machines too.
+    """
+    if not machine.is_rented or machine.intent is None:
+        return None
+    from gpu_skills.lifecycle.fuse import runner_root
+
+    folder = shlex.quote(f"{WORKSPACE}/.gpu-fuse/{machine.intent}")
+    channel = transport.start(f"exec sh -c {shlex.quote(f'test -d {folder}')}")
+    try:
+        return runner_root(WORKSPACE) if channel.wait(LOOK_S) == 0 else None
+    finally:
+        channel.close()
 
 
 def local_root(environ: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import GpuError, ProviderError, ProviderSilent, UsageError, one_line
 from gpu_skills.lifecycle import fuse, intents, labels, machines, runs, sshkeys, states
 from gpu_skills.lifecycle import plan as plans
+from gpu_skills.lifecycle.connect import WORKSPACE
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -27,7 +28,6 @@ from gpu_skills.providers.base import MachineSpec, Offer
 from gpu_skills.state import budget
 from gpu_skills.units import json_number
 
-WORKSPACE = "/workspace"
 # Looks for a create that was not answered. Providers' lists lag, so it goes on for a minute at least.
 LOOK_PAUSES_S = (2, 3, 5, 8, 12, 15, 20)
 # An interruptible machine at its floor is the first to go when somebody bids more.
@@ -215,9 +215,14 @@ def refused(op: Operator, run: Run, attempt: Attempt, problem: GpuError) -> Refu
     """It certainly does not exist: the intent is closed, the record ends, nothing was billed."""
     reason = one_line(problem.message, limit=300)
     intents.close(op.project, op.clock, attempt.intent, "refused", reason=reason, details={"code": problem.code})
-    _end_record(op, attempt, reason)
-    note(op, run, attempt, result="refused", reason=problem.code, is_over=True)
+    end_refused(op, run, attempt, reason, problem.code)
     return Refused(problem)
+
+
+def end_refused(op: Operator, run: Run, attempt: Attempt, reason: str, code: str | None) -> None:
+    """What follows from a create that the journal has as refused. Repeating is harmless."""
+    _end_record(op, attempt, reason)
+    note(op, run, attempt, result="refused", reason=code, is_over=True)
 
 
 def _end_record(op: Operator, attempt: Attempt, reason: str) -> None:
@@ -272,19 +277,17 @@ def _from_attempt(op: Operator, run: Run, attempt: Attempt) -> Machine:
         intent=attempt.intent,
         plan=run.plan_sha256,
         account=run.account,
-        root=_root_of(op, run),
+        root=root_of(op, run.plan_sha256),
         created_at=attempt.began_at,
         deadline_at=attempt.deadline_at,
         extra={"approval_id": run.approval_id, "offer_id": attempt.offer_id},
     )
 
 
-def _root_of(op: Operator, run: Run) -> str | None:
-    """Where the runner is, by the plan; None where that is not there any more: then its usual place is tried."""
-    try:
-        return fuse.runner_root(keeps(op, plans.load(op.project, run.plan_sha256)[1]))
-    except GpuError:
-        return None
+def root_of(op: Operator, plan_sha256: str | None) -> str | None:
+    """Where the runner is, by the plan; None where that is not there any more: then the machine is asked."""
+    plan = plans.find(op.project, plan_sha256)
+    return None if plan is None else fuse.runner_root(keeps(op, plan))
 
 
 def with_seen(machine: Machine, seen: Instance, now: datetime) -> Machine:

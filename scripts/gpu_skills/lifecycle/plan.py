@@ -18,7 +18,7 @@ from typing import Any
 
 from gpu_skills import schemas
 from gpu_skills.clock import parse_timestamp
-from gpu_skills.errors import PlanChanged, PlanUnknown, UsageError
+from gpu_skills.errors import GpuError, PlanChanged, PlanUnknown, UsageError
 from gpu_skills.state import files
 from gpu_skills.state.project import Project
 from gpu_skills.units import format_duration, json_number
@@ -190,6 +190,14 @@ def load(project: Project, name: str) -> tuple[str, Plan]:
     if sha256(plan) != full:
         raise PlanChanged(plan=full[:SHOWN_CHARS])
     return full, plan
+
+
+def find(project: Project, name: str | None) -> Plan | None:
+    """The plan of that name; None for one that is lost, or is no plan any more."""
+    try:
+        return load(project, name)[1] if name else None
+    except GpuError:
+        return None
 
 
 def is_draft(name: str) -> bool:
