@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 
-from gpu_skills.clock import timestamp
+from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.lifecycle import accounting, intents, labels, machines, reconcile, release, runs, states
 from gpu_skills.state import budget, journal
 from gpu_skills.state.ledger import Ledger
@@ -53,6 +53,21 @@ def everything_that_burns_is_on_record(r) -> None:
     alive = {m.instance_id for m in machines.all_machines(r.project) if m.status not in states.FINAL}
     burning = {resource.removeprefix("instance-") for resource in r.burning()}
     assert burning <= alive
+
+
+@both
+def test_a_machine_that_a_list_lacks_and_its_own_id_finds_is_one_that_is_there(rig, vendor):
+    r = rig(vendor, containers=False)
+    hand = ByHand(r).upto("close")
+    before = hand.ready()
+    r.sandbox.world.apply_faults(
+        [{"match": {"instance": before.instance_id}, "fault": "list_lag", "args": {"seconds": 3600}}]
+    )
+    assert before.instance_id not in {seen.instance_id for seen in r.reader.machines()}
+    report = go(r)
+    assert words(report) == [] and report.is_clear and hand.machine.status == before.status
+    r.clock.sleep((parse_timestamp(before.deadline_at) - r.clock.now()).total_seconds())
+    assert "deadline_passed" in words(go(r)) and hand.machine.status == "stopped"
 
 
 # creates that died on their way ---------------------------------------------------------------------------------------

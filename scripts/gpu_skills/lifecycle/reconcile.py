@@ -292,6 +292,8 @@ class _Pass:
                 self._say("worked_on", text, machine=machine, next_step="gpu status")
                 return
             seen = next((s for s in self.shown if s.instance_id == machine.instance_id), None)
+            if seen is None:  # lists lag: one that its own id finds is there
+                seen = self.op.reader(self.provider).machine(machine.instance_id)
             if seen is None:
                 self._absent(machine)
                 return
@@ -348,6 +350,8 @@ class _Pass:
             self._say("destroyed", "it is gone", machine=machine)
         elif status == "lost":
             self._say("lost", "it vanished without anybody's order; booked to its last sight", machine=machine)
+        elif status not in ("unknown", "terminating"):
+            self._say("late", f"it is there again, {status}", machine=machine, next_step="gpu status")
         else:
             text = f"{self.provider} does not show it; it takes several looks over a minute or more to believe that"
             step = f"gpu reconcile --provider {self.provider}"
