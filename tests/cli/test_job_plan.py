@@ -250,6 +250,36 @@ def test_a_detached_run_is_followed_collected_and_let_go_by_the_same_call(shop):
     assert s.creates == 1 and s.burning() == []
 
 
+def test_a_later_call_shortens_the_hold_and_is_told_what_it_can_no_longer_shorten(shop):
+    s = shop()
+    plan = s.plan(run="sleep 1")
+    assert s.run(plan, "--yes", "--detach", "--job-timeout", "1h").exit_code == 0
+    for flag in ("--max-lease", "--job-timeout"):
+        result = s.run(plan, flag, "30m")
+        assert result.exit_code == 125 and result.error["code"] == "usage", result.stderr
+        assert flag in result.error["message"] and "comes too late" in result.error["message"]
+    slept = len(s.clock.slept)
+    result = s.run(plan, "--hold-for", "0", "--job-timeout", "1h")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["held"] is None and sum(s.clock.slept[slept:]) < 600 and s.burning() == []
+
+
+def test_a_hold_that_was_broken_off_by_death_is_ended_by_a_later_call_that_holds_nothing(shop):
+    s = shop()
+    plan = s.plan()
+
+    def die() -> None:
+        raise Died
+
+    s.clock.meanwhile(lambda: any(line["status"] == "completed" for line in s.ledger()), die)
+    with pytest.raises(Died):
+        s.run(plan, "--yes")
+    assert len(s.burning()) == 1
+    result = s.run(plan, "--hold-for", "0")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["held"] is None and s.burning() == []
+
+
 # cancelled ------------------------------------------------------------------------------------------------------------
 
 

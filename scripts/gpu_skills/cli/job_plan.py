@@ -50,6 +50,9 @@ def run_plan(
     launched = launch.find(context.project, full)
     if launched is not None and launched.ended_at is not None and op.ledger.latest(launched.job) is not None:
         return _finished(context, op, launched)
+    if launched is not None and launched.ended_at is None:
+        launched = disposable.shorten(op, launched, limits)
+        limits = launched.limits
     if launched is not None and (machine := disposable.won_machine(op, launched)) is not None:
         if disposable.may_try_again(op, launched, machine):
             launched = disposable.try_again(op, launched)

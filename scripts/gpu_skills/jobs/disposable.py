@@ -97,6 +97,27 @@ def limits(
     return Limits(hold_s, lease_s, timeout_s)
 
 
+def shorten(op: Operator, launched: Launch, asked: Limits) -> Launch:
+    """What a later call asks for, if it is less. UsageError where it comes too late to hold."""
+    machine = won_machine(op, launched)
+    if machine is not None and asked.max_lease_s < launched.max_lease_s:
+        raise UsageError(
+            f"--max-lease {format_duration(asked.max_lease_s)} comes too late: {machine.id} was rented until "
+            f"{machine.deadline_at}",
+            next_step=f"gpu job cancel {launched.job} ends it earlier",
+        )
+    holds = launched.job_timeout_s
+    if asked.job_timeout_s is not None and (holds is None or asked.job_timeout_s < holds):
+        if has_begun(op, launched):
+            until = "until it exits" if holds is None else f"for {format_duration(holds)}"
+            raise UsageError(
+                f"--job-timeout {format_duration(asked.job_timeout_s)} comes too late: {launched.job} began and may "
+                f"run {until}",
+                next_step=f"gpu job cancel {launched.job} ends it earlier",
+            )
+    return launch.shorten(op.project, launched.plan, asked)
+
+
 def _shortened(flag: str, given: str, frozen_s: float | None, *, may_be_zero: bool = False) -> float:
     try:
         wanted_s = parse_duration(given)

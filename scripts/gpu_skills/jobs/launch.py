@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +90,6 @@ def all_launches(project: Project) -> list[Launch]:
     return sorted((launch for launch in found if launch is not None), key=lambda launch: (launch.began_at, launch.job))
 
 
-def on_machine(project: Project, machine_id: str) -> Launch | None:
-    """The launch whose machine this is."""
-    return next((launch for launch in all_launches(project) if launch.machine_id == machine_id), None)
-
-
 def latest_pending(project: Project, ledger: Ledger) -> Launch | None:
     """The newest launch whose job has not begun, when no job began after it."""
     for launch in reversed(all_launches(project)):
@@ -130,6 +125,26 @@ def update(project: Project, plan: str, change: Callable[[Launch], Launch]) -> L
     path = _path(project, plan)
     record = files.update(path, lambda record: change(Launch.from_record(_checked(record, path))).to_record())
     return Launch.from_record(record)
+
+
+def shorten(project: Project, plan: str, limits: Limits) -> Launch:
+    """Of each limit the smaller one counts from now on. A hold that has begun ends so much earlier."""
+
+    def shorter(launch: Launch) -> Launch:
+        hold_s = min(launch.hold_for_s, limits.hold_for_s)
+        until = launch.held_until
+        if until is not None:
+            until -= timedelta(seconds=launch.hold_for_s - hold_s)
+        timeouts = [limit for limit in (launch.job_timeout_s, limits.job_timeout_s) if limit is not None]
+        return replace(
+            launch,
+            hold_for_s=hold_s,
+            max_lease_s=min(launch.max_lease_s, limits.max_lease_s),
+            job_timeout_s=min(timeouts, default=None),
+            hold_until=None if until is None else timestamp(until),
+        )
+
+    return update(project, plan, shorter)
 
 
 def cancel(project: Project, clock: Clock, plan: str) -> Launch:
