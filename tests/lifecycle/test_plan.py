@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -143,45 +142,3 @@ def test_a_draft_is_written_anew_under_its_name_and_a_frozen_one_never(project):
 def test_a_plan_that_is_not_there_is_named(project, name):
     with pytest.raises(PlanUnknown):
         plans.load(project, name)
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"provider": "runpod"}, "provider runpod"),
-        ({"gpu": "H100"}, "GPU H100"),
-        ({"gpu": "RTX 4090D"}, "GPU RTX 4090D"),
-        ({"gpu_count": 2}, "2 GPUs"),
-        ({"rate_usd_hr": Decimal("0.500001")}, "$0.500001/h"),
-        ({"deadline_s": 43201}, "a deadline"),
-        ({"hold_for_s": 1801}, "a hold"),
-        ({"job_timeout_s": 7201}, "a job timeout"),
-        ({"job_timeout_s": 0}, "without end"),
-        ({"expected_s": 7201}, "an expected time"),
-    ],
-)
-def test_more_than_was_planned_needs_a_new_plan(asked, said):
-    (found,) = plans.not_covered(a_plan(), **asked)
-    assert said in found
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"provider": "vast", "gpu": "NVIDIA GeForce RTX 4090", "gpu_count": 1, "rate_usd_hr": Decimal("0.5")},
-        {"deadline_s": 43200, "hold_for_s": 0, "job_timeout_s": 60, "expected_s": 7200},
-        {},
-    ],
-)
-def test_less_or_the_same_is_covered(asked):
-    assert plans.not_covered(a_plan(), **asked) == []
-
-
-def test_a_plan_without_a_timeout_covers_every_timeout_and_one_that_expects_nothing_every_time():
-    open_ended = replace(a_plan(), job_timeout_s=0.0, expected_s=None)
-    assert plans.not_covered(open_ended, job_timeout_s=0, expected_s=1e6) == []
-
-
-def test_a_class_that_was_left_out_is_not_covered():
-    left_out = a_plan(candidates=(*a_plan().candidates, Candidate("A100", "too dear")))
-    assert plans.not_covered(left_out, gpu="A100") and not plans.not_covered(left_out, gpu="RTX 4090")

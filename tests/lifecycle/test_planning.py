@@ -92,6 +92,21 @@ def test_a_plan_satisfies_its_schema_and_costs_few_calls_and_no_money(rig, vendo
     assert r.creates == 0 and r.billed_usd() == 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "ends_h"),
+    [
+        ({"expected_s": 3600.0, "hold_for_s": 1800.0}, 3.0),  # twice an hour, half an hour of review, half for set-up
+        ({"expected_s": 3600.0, "hold_for_s": 1800.0, "job_timeout_s": 4 * 3600.0}, 5.0),
+        ({"expected_s": 3600.0, "max_lease_s": 8 * 3600.0}, 8.0),
+        ({"expected_s": 20 * 3600.0 / 4, "hold_for_s": 3600.0}, 11.5),
+        ({"expected_s": 6 * 3600.0, "hold_for_s": 1800.0}, 12.0),
+        ({}, 12.0),
+    ],
+)
+def test_what_runs_longer_than_twice_the_expected_time_needs_a_new_plan(vast, flags, ends_h):
+    assert plan_job(vast, "compute: {gpu: RTX 3090}", **flags).deadline_h == ends_h
+
+
 def test_every_offer_is_told_with_its_id_machine_and_rate_and_none_is_dearer_than_the_maximum(vast):
     made = plan_job(vast, "compute: {gpu: RTX 4090, candidates: [RTX 3090]}")
     shown = [offer for candidate in made.tried for offer in candidate.offers]

@@ -32,7 +32,7 @@ MAX_LISTED_FILES = 50
 @click.option("--gpu", metavar="NAME", multiple=True, help="To try first; again for the next. Default: gpu.yaml.")
 @click.option("--disk-gb", type=click.IntRange(1, 100_000), help="Default: gpu.yaml.")
 @click.option("--hold-for", metavar="TIME", help="How long a finished job's machine is kept for review. Default: 30m.")
-@click.option("--max-lease", metavar="TIME", help="When its billing ends at the latest. Default: 12h, less for money.")
+@click.option("--max-lease", metavar="TIME", help="When billing ends. Default: from twice --expected, else 12h.")
 @click.option("--job-timeout", metavar="TIME", help="Default: timeout of gpujob.yaml, else 0: wait for the exit.")
 @click.option("--expected", metavar="TIME", help="How long the job will take, as far as you know.")
 @click.option("--capacity", type=click.Choice(["immediate", "wait"]), help="What to do when nothing is free.")

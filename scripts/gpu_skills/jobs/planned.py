@@ -70,7 +70,8 @@ def again(op: Operator, config: GpuConfig, old: Plan, *, progress: Progress | No
         return planning.plan_project(op, config, interruptible=old.interruptible)
     if old.job is None:
         raise UsageError("this plan has no job, so it cannot be measured again here", next_step="gpu plan")
-    was_chosen = old.deadline_reason == "max_lease" and old.deadline_s != planning.DEFAULT_MAX_LEASE_S
+    usual_s = planning.usual_lease_s(old.expected_s, old.hold_for_s, old.job_timeout_s)
+    was_chosen = old.deadline_reason == "max_lease" and old.deadline_s != int(usual_s)
     wish = Wish(
         hold_for_s=old.hold_for_s,
         max_lease_s=old.deadline_s if was_chosen else None,

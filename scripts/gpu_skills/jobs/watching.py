@@ -23,7 +23,7 @@ from gpu_skills.lifecycle import machines, notify
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.plan import Plan
+from gpu_skills.lifecycle.plan import EXPECTED_TIMES, Plan
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import journal
 from gpu_skills.units import format_duration
@@ -32,7 +32,6 @@ POLL_S = 15.0
 DUE_EVERY_S = 300.0
 LOOKS = 3
 RESUMES_WITHIN_S = 480.0  # an outbid machine may come back by itself; less than following a broken connection lasts
-TIMES_EXPECTED = 2.0
 NEAR_DEADLINE = timedelta(minutes=5)
 LAST_PULL = timedelta(minutes=5)
 EXPECTED_EXCEEDED = "expected_exceeded"
@@ -156,11 +155,12 @@ class Watch:
     # while it answers -----------------------------------------------------------------------------------------------
 
     def _look_at_the_time(self, status: dict[str, Any]) -> None:
-        """More than twice the expected time is told once. It goes on: the approval holds until the deadline."""
+        """More than twice the expected time is told once. It goes on until the deadline, which is soon then, unless
+        the plan was frozen with a later one."""
         expected_s, took_s = self._plan.expected_s, status.get("duration_s")
         if self._told_of_time or not expected_s or not isinstance(took_s, int | float):
             return
-        if took_s <= TIMES_EXPECTED * expected_s:
+        if took_s <= EXPECTED_TIMES * expected_s:
             return
         self._told_of_time = True
         facts = {"duration_s": round(float(took_s), 1), "expected_s": expected_s}

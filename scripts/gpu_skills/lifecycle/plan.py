@@ -21,12 +21,12 @@ from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import GpuError, PlanChanged, PlanUnknown, UsageError
 from gpu_skills.state import files
 from gpu_skills.state.project import Project
-from gpu_skills.units import format_duration, json_number
+from gpu_skills.units import json_number
 
 SCHEMA_VERSION = 1
 SHOWN_CHARS = 12  # of a name, where a person reads it
 MAX_PLAN_BYTES = 64 << 20
-EXPECTED_TIMES = 2  # so many times the expected time are still the same undertaking
+EXPECTED_TIMES = 2  # so many times the expected time are still the same undertaking; more is a new plan
 _NAME = re.compile(r"[0-9a-f]{8,64}")
 _DRAFT = re.compile(r"draft-[0-9a-f]{8}")
 _MONEY = ("max_rate_usd_hr", "storage_usd_hr", "worst_case_usd", "expected_usd")
@@ -207,54 +207,6 @@ def is_draft(name: str) -> bool:
 def looks_like_name(word: str) -> bool:
     """Whether a word can only be meant as a plan: `draft-…`, or eight or more digits of a frozen one."""
     return word.startswith("draft-") or _NAME.fullmatch(word) is not None
-
-
-def not_covered(
-    plan: Plan,
-    *,
-    provider: str | None = None,
-    gpu: str | None = None,
-    gpu_count: int | None = None,
-    rate_usd_hr: Decimal | None = None,
-    deadline_s: float | None = None,
-    hold_for_s: float | None = None,
-    job_timeout_s: float | None = None,
-    expected_s: float | None = None,
-) -> list[str]:
-    """What of this the plan does not allow, so that it takes a new one; empty: all of it is covered. Pure.
-
-    Everything may be less than planned. job_timeout_s 0: wait for the exit. Another expected time is another plan from
-    about twice on; a plan that expects nothing has only its deadline to be measured by.
-    """
-    found: list[str] = []
-    if provider is not None and provider != plan.provider:
-        found.append(f"provider {provider}, planned is {plan.provider}")
-    if gpu is not None and not any(_is_of_class(candidate.gpu, gpu) for candidate in plan.tried):
-        found.append(f"GPU {gpu}, planned is {' or '.join(c.gpu for c in plan.tried) or 'none'}")
-    if gpu_count is not None and gpu_count != plan.gpu_count:
-        found.append(f"{gpu_count} GPUs, planned are {plan.gpu_count}")
-    if rate_usd_hr is not None and rate_usd_hr > plan.max_rate_usd_hr:
-        found.append(f"${rate_usd_hr:f}/h, planned are ${plan.max_rate_usd_hr:f}/h at most")
-    for what, asked, planned in (
-        ("a deadline", deadline_s, plan.deadline_s),
-        ("a hold", hold_for_s, plan.hold_for_s or 0),
-        ("a job timeout", _endless(job_timeout_s), _endless(plan.job_timeout_s or 0)),
-        ("an expected time", expected_s, None if plan.expected_s is None else EXPECTED_TIMES * plan.expected_s),
-    ):
-        if asked is not None and planned is not None and asked > planned:
-            told = ("without end" if one == float("inf") else format_duration(one) for one in (asked, planned))
-            found.append("{} of {}, covered are {}".format(what, *told))
-    return found
-
-
-def _endless(timeout_s: float | None) -> float | None:
-    return float("inf") if timeout_s == 0 else timeout_s
-
-
-def _is_of_class(planned: str, found: str) -> bool:
-    from gpu_skills.providers.gpus import same_model
-
-    return same_model(planned, found)
 
 
 def _folder(project: Project) -> Path:

@@ -18,7 +18,7 @@ from gpu_skills.lifecycle import images, memory, plan_document, preflight, worst
 from gpu_skills.lifecycle.market import Look, Seen, judge, look
 from gpu_skills.lifecycle.offers import Use
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.plan import Plan
+from gpu_skills.lifecycle.plan import EXPECTED_TIMES, Plan
 from gpu_skills.lifecycle.preflight import Reason
 from gpu_skills.lifecycle.wanted import SHORTEST_S, Wish
 from gpu_skills.lifecycle.worst_case import WorstCase
@@ -31,6 +31,7 @@ from gpu_skills.state.registry import OWN_HOSTS
 from gpu_skills.units import format_duration, format_usd, json_number
 
 DEFAULT_MAX_LEASE_S = 12 * 3600.0
+SETUP_S = 1800.0  # the longest set-up of most machines, and time for inputs and outputs
 DEFAULT_CANDIDATES = {"runpod": ("NVIDIA RTX A5000", "NVIDIA A40")}
 
 
@@ -77,12 +78,14 @@ def plan_job(
 ) -> Plan:
     """A machine made for one job, destroyed once the job is collected and reviewed.
 
-    max_lease_s None: 12 h, or less where the ceilings do not reach so far. texts: what installs packages, by where it
-    stands (`setup`, `requirements.txt`). weights_gb: what the job downloads. reasons: what was found against it here.
+    max_lease_s None: `usual_lease_s`, or less where the ceilings do not reach so far. texts: what installs packages, by
+    where it stands (`setup`, `requirements.txt`). weights_gb: what the job downloads. reasons: what was found against
+    it here.
     """
     policy = op.policy()
+    held_s = config.lifecycle.hold_for_s if hold_for_s is None else hold_for_s
     if max_lease_s is None:
-        limits = ((DEFAULT_MAX_LEASE_S, "max_lease"), _ceiling_s(policy))
+        limits = ((usual_lease_s(expected_s, held_s, job_timeout_s), "max_lease"), _ceiling_s(policy))
     else:
         limits = ((max_lease_s, "max_lease"),)
     wish = Wish(
@@ -91,7 +94,7 @@ def plan_job(
         images.needs(config.compute.image, texts, size_gb=config.compute.image_gb),
         limits=tuple((seconds, why) for seconds, why in limits if seconds is not None),
         may_shrink=max_lease_s is None,
-        hold_for_s=config.lifecycle.hold_for_s if hold_for_s is None else hold_for_s,
+        hold_for_s=held_s,
         job_timeout_s=job_timeout_s or 0.0,
         expected_s=expected_s,
         weights_gb=weights_gb,
@@ -104,6 +107,17 @@ def plan_job(
         reasons=tuple(reasons),
     )
     return _planned(op, wish, policy)
+
+
+def usual_lease_s(expected_s: float | None, hold_for_s: float | None, job_timeout_s: float | None) -> float:
+    """When billing ends where nobody says when: what runs longer than twice the expected time needs a new plan.
+
+    A longer timeout of the job says that it may; the set-up and the review come on top.
+    """
+    if expected_s is None:
+        return DEFAULT_MAX_LEASE_S
+    work_s = max(EXPECTED_TIMES * expected_s, job_timeout_s or 0.0)
+    return min(DEFAULT_MAX_LEASE_S, max(SHORTEST_S, work_s + (hold_for_s or 0.0) + SETUP_S))
 
 
 def candidates_of(config: GpuConfig) -> tuple[str, ...]:
