@@ -130,15 +130,16 @@ class Listing:
     def __init__(self, reader: RentedReader):
         self._reader = reader
         self._shown = reader.machines()
-        self._charges: dict[tuple[datetime, datetime], list[Charge]] = {}
+        self._charges: dict[datetime, list[Charge]] = {}
 
     def machines(self) -> list[Instance]:
         return list(self._shown)
 
     def charges(self, since: datetime, until: datetime) -> list[Charge]:
-        if (since, until) not in self._charges:
-            self._charges[since, until] = self._reader.charges(since, until)
-        return self._charges[since, until]
+        """Of one beginning asked once: a pass that takes a while sees the charges as they were in it."""
+        if since not in self._charges:
+            self._charges[since] = self._reader.charges(since, until)
+        return self._charges[since]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -196,6 +197,8 @@ class _Pass:
             )
 
     def _finish_create(self, run: Run, attempt: Attempt) -> None:
+        for twin in self._twins(attempt):
+            self._end(twin, "a second machine of one create")
         found = self._with_intent(attempt.intent)
         on_record = {m.instance_id: m for m in self._machines() if m.intent == attempt.intent and m.instance_id}
         fresh = [seen for seen in found if seen.instance_id not in on_record]
@@ -207,9 +210,15 @@ class _Pass:
             self._missing_record(run, attempt, fresh)
         elif fresh:  # the record has its machine, or the create was said to be refused: these are one too many
             for seen in fresh:
+                if not creation.is_of(attempt, seen):
+                    self._made_elsewhere(run, attempt, seen)
+                    continue
                 twin = creation.destroy_twin(self.op, run, attempt, seen)
                 self.held.add(twin.id)
-                text, step = "a second machine of one create: it is destroyed", f"gpu reconcile --provider {self.provider}"
+                text, step = (
+                    "a second machine of one create: it is destroyed",
+                    f"gpu reconcile --provider {self.provider}",
+                )
                 self._say("twin", text, machine=twin, next_step=step, is_uncertain=True)
         elif is_open and on_record:
             self._catch_up(run, attempt, next(iter(on_record.values())))
@@ -226,6 +235,28 @@ class _Pass:
         elif attempt.result == "failed" and not attempt.is_over:
             for machine in on_record.values():
                 self._end(machine, "it failed, and the command that destroyed it died")
+
+    def _made_elsewhere(self, run: Run, attempt: Attempt, seen: Instance) -> None:
+        """Its label has our intent and another deadline: another state directory used the approval. Not ours to end."""
+        text = f"instance {seen.instance_id} carries {attempt.intent}, and this directory did not make it"
+        self._say(
+            "made_elsewhere",
+            f"{text}: a copy of the project used approval {run.approval_id} too; it ends at its deadline or there",
+            machine_id=attempt.machine_id,
+            instance_id=seen.instance_id,
+            next_step=f"gpu sentinel --provider {self.provider}",
+            is_uncertain=True,
+            burn_usd_hr=seen.burn_usd_hr,
+        )
+
+    def _twins(self, attempt: Attempt) -> list[Machine]:
+        """Second machines of one create that are on record, and that nobody has sent away."""
+        first = machines.find(self.op.project, attempt.machine_id)
+        if first is None or first.instance_id is None:
+            return []
+        mine = [m for m in self._machines() if m.intent == attempt.intent and m.instance_id is not None]
+        is_going = (*states.FINAL, "terminating")
+        return [m for m in mine if m.instance_id != first.instance_id and m.status not in is_going]
 
     def _late(self, run: Run, attempt: Attempt, found: list[Instance]) -> None:
         """A create whose end nobody knew, and there it is."""

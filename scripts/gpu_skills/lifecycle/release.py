@@ -245,8 +245,9 @@ def finish_books(op: Operator, machine: Machine) -> None:
     for run in runs.own_runs(op):
         if any(a.machine_id == machine.id for a in run.attempts):
             _settle(op, run.approval_id, machine.id)
-    if intent is not None:
+    while intent is not None:  # several commands may have asked at once
         intents.close(op.project, op.clock, intent.id, "done")
+        intent = open_destroy(op, machine.id)
     intents.observe(op.project, op.clock, "machine_booked", machine_id=machine.id)
 
 

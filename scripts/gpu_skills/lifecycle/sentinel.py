@@ -322,8 +322,9 @@ def _watch(
             shown = {seen.instance_id: seen for seen in reader.machines()}
         except GpuError:
             continue
+        charges = _ChargesNow(reader, clock)
         rows = [
-            _looked_at(reader, writer, row, shown.get(row.seen.instance_id), looks, taken_at, clock)
+            _looked_at(reader, writer, row, shown.get(row.seen.instance_id), looks, taken_at, charges)
             if row.result in pending
             else row
             for row in rows
@@ -338,40 +339,57 @@ def _looked_at(
     reader: RentedReader,
     writer: RentedWriter,
     row: Row,
-    now_shown: Instance | None,
+    listed: Instance | None,
     looks: dict[str, list[Look]],
     taken_at: Mapping[str, datetime],
-    clock: Clock,
+    charges: _ChargesNow,
 ) -> Row:
-    """The row after one more look."""
-    instance_id = row.seen.instance_id
-    try:
-        shown = now_shown if now_shown is not None else reader.machine(instance_id)
-    except GpuError:
-        return row
-    if shown is not None and shown.label != row.seen.label:
+    """The row after one more look. A list may lag: before it is believed that one is gone it is asked for by its id."""
+    instance_id, shown = row.seen.instance_id, listed
+    if shown is None:
+        looks[instance_id].append(Look(charges.clock.now(), False, charges.of(instance_id)))
+        if row.decision.action == "destroy":
+            row = replace(row, result="terminating", problem=None)
+        if not absence.is_gone(looks[instance_id], asked_at=taken_at.get(instance_id), was_seen=True):
+            return row
+        try:
+            shown = reader.machine(instance_id)
+        except GpuError:
+            return row
+        if shown is None:
+            return replace(row, result="destroyed", problem=None)
+    looks[instance_id].append(Look(charges.clock.now(), True))
+    if shown.label != row.seen.label:
         return row  # whoever took it over since, it is not for this pass to end
     if row.decision.action == "stop":
-        if shown is not None and shown.status == "stopped":
+        if shown.status == "stopped":
             return replace(row, result="stopped")
-        if shown is not None:
-            return row if row.result == "stopping" else _send(writer, row)
-    if shown is not None:
-        looks[instance_id].append(Look(clock.now(), True))
-        return _send(writer, row)
-    looks[instance_id].append(Look(clock.now(), False, _charged(reader, instance_id, clock)))
-    is_gone = absence.is_gone(looks[instance_id], asked_at=taken_at.get(instance_id), was_seen=True)
-    return replace(row, result="destroyed" if is_gone else "terminating", problem=None)
+        return row if row.result == "stopping" else _send(writer, row)
+    return _send(writer, row)
 
 
-def _charged(reader: RentedReader, instance_id: str, clock: Clock) -> Decimal | None:
-    now = clock.now()
-    since = now.replace(minute=0, second=0, microsecond=0) - timedelta(hours=2)
-    try:
-        charges = reader.charges(since, now)
-    except GpuError:
-        return None
-    return sum((c.amount_usd for c in charges if c.instance_id == instance_id), Decimal(0))
+@dataclass
+class _ChargesNow:
+    """What the account was charged by now, read at most once for one look at all machines."""
+
+    reader: RentedReader
+    clock: Clock
+    _found: list[Charge] | None = None
+    _is_read: bool = False
+
+    def of(self, instance_id: str) -> Decimal | None:
+        """None: they cannot be read."""
+        if not self._is_read:
+            self._is_read = True
+            now = self.clock.now()
+            since = now.replace(minute=0, second=0, microsecond=0) - timedelta(hours=2)
+            try:
+                self._found = self.reader.charges(since, now)
+            except GpuError:
+                self._found = None
+        if self._found is None:
+            return None
+        return sum((c.amount_usd for c in self._found if c.instance_id == instance_id), Decimal(0))
 
 
 # what is remembered -------------------------------------------------------------------------------------------------
