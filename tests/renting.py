@@ -105,6 +105,9 @@ class PlayedMachine:
         ]
         return {"python": "3.11.7", "bash": True, "rsync": None, "gpus": gpus, "gpu_error": None}
 
+    def _jobs(self, args: dict[str, Any]) -> dict[str, Any]:
+        return {"jobs": [], "left_out": 0}
+
     def _fuse(self, args: dict[str, Any]) -> dict[str, Any]:
         if self.deadline is None:
             return {"receipt": None, "alive": False, "acknowledged": False}

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from aftermath import holds, reborn, reconciled, says_what_to_do, scheduled, wound_up
-from dying import dies
+from dying import SIDES, dies
 from gpu_skills.errors import GpuError
+from gpu_skills.jobs import gone
 
 # What comes after a death: a scheduler's reconcile within minutes, the same command at once, or a reconcile when the
 # approval has long expired.
 RECOVERIES = ("reconcile", "again", "late")
+
+
+def knows_jobs(r: Any) -> None:
+    """The operator learns of jobs what the command line tells it."""
+    r.op = replace(
+        r.op,
+        running_jobs=lambda machine: gone.running_on(r.op.ledger, machine),
+        unverified=lambda machine: gone.unverified_on(r.project, r.op.ledger, machine),
+        settle_jobs=lambda machine, why, at=None: gone.end_jobs(r.project, r.op.ledger, r.clock, machine, why, at=at),
+    )
 
 
 @dataclass
@@ -30,16 +41,19 @@ class Stage:
 
 
 def each_death(
-    make: Callable[[Path], Stage], home: Path, *, side: str, part: int = 0, parts: int = 1, least: int = 8
+    make: Callable[[Path], Stage], home: Path, *, side: str, part: int = 0, parts: int = 1, least: int = 6
 ) -> Iterator[tuple[int, Stage]]:
     """(crossing, what died there); of all crossings every `parts`-th, from number `part` on, until it lives through.
+
+    side: or the name of a vendor, for both in turn: where it is before a crossing at one it is after it at the other.
 
     How many there are is not always the same: charges come in pieces, and a few looks more may be needed.
     """
     crossing = 1 + part
     while True:
         stage = make(home / str(crossing))
-        has_died = dies(stage.act, crossing=crossing, side=side)
+        here = side if side in SIDES else SIDES[(crossing + (side == "vast")) % 2]
+        has_died = _dies(stage, crossing, here)
         if has_died:
             yield crossing, stage
         stage.r.sandbox.stop()
@@ -47,6 +61,14 @@ def each_death(
             break
         crossing += parts
     assert crossing > least, f"only {crossing} crossings"
+
+
+def _dies(stage: Stage, crossing: int, side: str) -> bool:
+    try:
+        return dies(stage.act, crossing=crossing, side=side)
+    except GpuError as error:  # it lived, and that is its end
+        says_what_to_do(error)
+        return False
 
 
 def made_good(stage: Stage, recovery: str) -> None:

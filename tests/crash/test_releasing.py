@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from crash.deaths import RECOVERIES, Stage, each_death, made_good
+from crash.deaths import RECOVERIES, Stage, each_death, knows_jobs, made_good
 from dying import SIDES
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import Unreachable
-from gpu_skills.jobs import gone
 from gpu_skills.jobs import release as jobs_release
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle import machines, release
@@ -37,13 +36,8 @@ def worked(rig: Any, vendor: str, home: Path) -> tuple[Any, Any, str]:
     def nobody(machine: Any) -> Any:
         raise Unreachable(host=machine.host, reason="no route")
 
-    r.op = replace(
-        r.op,
-        connect=nobody,
-        running_jobs=lambda machine: gone.running_on(r.op.ledger, machine),
-        unverified=lambda machine: gone.unverified_on(r.project, r.op.ledger, machine),
-        settle_jobs=lambda machine, why, at=None: gone.end_jobs(r.project, r.op.ledger, r.clock, machine, why, at=at),
-    )
+    r.op = replace(r.op, connect=nobody)
+    knows_jobs(r)
     r.clock.sleep(60)
     name = job(r, machine, 600)
     folder = JobFolder(r.project, name)

@@ -12,22 +12,27 @@ import pytest
 from crash.deaths import RECOVERIES, Stage, each_death, made_good
 from dying import SIDES
 from gpu_skills.clock import timestamp
-from gpu_skills.lifecycle import actions, approvals, machines, provision, release
+from gpu_skills.errors import InsufficientBalance
+from gpu_skills.lifecycle import actions, approvals, keeping, machines, provision, release
 from gpu_skills.lifecycle.actions import ActionPlan
+from gpu_skills.lifecycle.approvals import Approval
+from gpu_skills.lifecycle.machines import Machine
 from lifecycle.conftest import make_sandbox, rig
-from renting import approved, guarded, play_machines, rent
+from renting import PlayedMachine, approved, guarded, play_machines, rent
 
 __all__ = ["make_sandbox", "rig"]
 pytestmark = pytest.mark.subprocess
 both = pytest.mark.parametrize("vendor", ["vast", "runpod"])
 sides = pytest.mark.parametrize("side", SIDES)
 PARTS = 2
+USELESS = {"vast": "exited", "runpod": "error_with_contract"}
 # How the first create goes, and what all of the run may come to.
-FAULTS = {
-    "useless": ({"fault": "dead_ssh"}, 2),
-    "refused": ({"fault": "no_capacity"}, 2),
-    "unanswered": ({"fault": "lost_reply"}, 1),
-    "never arrived": ({"fault": "lost_request"}, 1),
+FAULTS: dict[str, tuple[tuple[str, ...], int]] = {
+    "useless": (("dead",), 2),
+    "refused": (("no_capacity",), 2),
+    "unanswered": (("lost_reply",), 1),
+    "twins": (("duplicate", "lost_reply"), 1),
+    "never arrived": (("lost_request",), 1),
 }
 
 
@@ -37,9 +42,9 @@ def renting(rig: Any, vendor: str, home: Path, fault: str | None = None) -> Stag
     guarded(r)
     classes = {"gpus": ("NVIDIA RTX A5000", "RTX 4090")} if vendor == "runpod" else {}
     name, plan, approval = approved(r, **classes)
-    rule, creates = FAULTS[fault] if fault else ({}, 1)
-    if rule:
-        r.fault(**rule)
+    faults, creates = FAULTS[fault] if fault else ((), 1)
+    for name_of_fault in faults:
+        r.fault({"dead": USELESS[vendor]}.get(name_of_fault, name_of_fault))
     return Stage(r, lambda: provision.provision(r.op, name, plan, approval), creates=creates)
 
 
@@ -54,20 +59,56 @@ def test_death_anywhere_while_a_machine_is_rented_is_made_good(rig, tmp_path, ve
 
 @pytest.mark.slow
 @both
-@sides
-@pytest.mark.parametrize("number", range(3))
-def test_whatever_comes_after_the_death_makes_it_good(rig, tmp_path, vendor, side, number):
-    for crossing, stage in each_death(lambda home: renting(rig, vendor, home), tmp_path, side=side):
-        made_good(stage, RECOVERIES[(crossing // PARTS + 1 + number) % 3])
+@pytest.mark.parametrize("recovery", RECOVERIES)
+def test_whatever_comes_after_the_death_makes_it_good(rig, tmp_path, vendor, recovery):
+    for _crossing, stage in each_death(lambda home: renting(rig, vendor, home), tmp_path, side=vendor):
+        made_good(stage, recovery)
 
 
 @pytest.mark.slow
 @both
-@sides
 @pytest.mark.parametrize("fault", FAULTS)
-def test_death_anywhere_when_the_first_create_does_not_go_well_is_made_good(rig, tmp_path, vendor, side, fault):
-    for crossing, stage in each_death(lambda home: renting(rig, vendor, home, fault), tmp_path, side=side):
+def test_death_anywhere_when_the_first_create_does_not_go_well_is_made_good(rig, tmp_path, vendor, fault):
+    for crossing, stage in each_death(lambda home: renting(rig, vendor, home, fault), tmp_path, side=vendor):
         made_good(stage, RECOVERIES[crossing % 3])
+
+
+def once_more(rig: Any, vendor: str, home: Path) -> Stage:
+    """The account had no money; now it has, and the same approval serves."""
+    r = rig(vendor, home=home, containers=False)
+    play_machines(r)
+    guarded(r)
+    given = approved(r)
+    r.fault("insufficient_balance")
+    with pytest.raises(InsufficientBalance):
+        provision.provision(r.op, *given)
+    return Stage(r, lambda: provision.provision(r.op, *given), creates=2)
+
+
+@pytest.mark.slow
+@both
+def test_death_anywhere_in_a_second_try_with_the_same_approval_is_made_good(rig, tmp_path, vendor):
+    for crossing, stage in each_death(lambda home: once_more(rig, vendor, home), tmp_path, side=vendor):
+        made_good(stage, RECOVERIES[crossing % 3])
+
+
+def allowed(r: Any, action: str, machine: Machine) -> tuple[ActionPlan, Approval]:
+    """A yes to a start, or to more time: until three hours from now."""
+    plan = ActionPlan(
+        action,  # type: ignore[arg-type]
+        r.project.project_id,
+        machine.id,
+        machine.provider,
+        instance_id=machine.instance_id,
+        worst_case_usd=Decimal("2.00"),
+        rate_usd_hr=machine.rate_usd_hr,
+        storage_usd_hr=machine.storage_usd_hr,
+        deadline_at=timestamp(r.clock.now() + timedelta(hours=3)),
+        old_deadline_at=machine.deadline_at,
+        measured_at=timestamp(r.clock.now()),
+    )
+    _, plan = actions.load(r.project, actions.freeze(r.project, plan))
+    return plan, approvals.give(r.op, plan.ask(), statement="yes", source="approve")
 
 
 def starting(rig: Any, vendor: str, home: Path) -> Stage:
@@ -76,21 +117,7 @@ def starting(rig: Any, vendor: str, home: Path) -> Stage:
     play_machines(r)
     machine = release.stop(r.op, rent(r, machine_class="project").machine, why="idle")
     r.clock.sleep(600)
-    plan = ActionPlan(
-        "start",
-        r.project.project_id,
-        machine.id,
-        vendor,
-        instance_id=machine.instance_id,
-        worst_case_usd=Decimal("2.00"),
-        rate_usd_hr=machine.rate_usd_hr,
-        storage_usd_hr=machine.storage_usd_hr,
-        deadline_at=timestamp(r.clock.now() + timedelta(hours=2)),
-        old_deadline_at=machine.deadline_at,
-        measured_at=timestamp(r.clock.now()),
-    )
-    _, plan = actions.load(r.project, actions.freeze(r.project, plan))
-    approval = approvals.give(r.op, plan.ask(), statement="yes", source="approve")
+    _, approval = allowed(r, "start", machine)
 
     def start() -> Any:
         return provision.restart(r.op, machines.find(r.project, machine.id), approval)
@@ -105,3 +132,32 @@ def test_death_anywhere_while_a_stopped_machine_starts_is_made_good(rig, tmp_pat
     deaths = each_death(lambda home: starting(rig, vendor, home), tmp_path, side=side, part=part, parts=PARTS)
     for crossing, stage in deaths:
         made_good(stage, RECOVERIES[(crossing // PARTS) % 3])
+
+
+def extending(rig: Any, vendor: str, home: Path) -> Stage:
+    """A machine that works gets more time. What its fuse was told it keeps, whoever asks it then."""
+    r = rig(vendor, home=home, containers=False)
+    told: dict[str, Any] = {}
+
+    def remembers(played: PlayedMachine) -> None:
+        played.deadline = told.get("deadline", played.deadline)
+        listen = played._fuse
+
+        def fuse(args: dict[str, Any]) -> dict[str, Any]:
+            answer = listen(args)
+            told["deadline"] = played.deadline
+            return answer
+
+        played._fuse = fuse  # type: ignore[method-assign]
+
+    play_machines(r, remembers)
+    machine = rent(r, machine_class="project").machine
+    r.clock.sleep(600)
+    plan, approval = allowed(r, "extend", machine)
+    return Stage(r, lambda: keeping.extend(r.op, plan, approval))
+
+
+@both
+def test_death_anywhere_while_a_machine_gets_more_time_is_made_good(rig, tmp_path, vendor):
+    for crossing, stage in each_death(lambda home: extending(rig, vendor, home), tmp_path, side=vendor):
+        made_good(stage, RECOVERIES[crossing % 3])
