@@ -33,7 +33,10 @@ _JOB_FILES = ("job", "accepted", "manifest", "collected", "ended", "abandoned", 
 
 def reborn(r: Any) -> None:
     """Another process comes: it remembers nothing but what is on disk."""
-    r.op = replace(r.op, ledger=Ledger(r.project, r.clock))
+    if hasattr(r, "reborn"):
+        r.reborn()
+    else:
+        r.op = replace(r.op, ledger=Ledger(r.project, r.clock))
 
 
 def reconciled(r: Any) -> reconcile.Report:
