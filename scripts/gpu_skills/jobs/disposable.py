@@ -104,7 +104,7 @@ def shorten(op: Operator, launched: Launch, asked: Limits) -> Launch:
         raise UsageError(
             f"--max-lease {format_duration(asked.max_lease_s)} comes too late: {machine.id} was rented until "
             f"{machine.deadline_at}",
-            next_step=f"gpu job cancel {launched.job} ends it earlier",
+            next_step=f"gpu job cancel {launched.job}",
         )
     holds = launched.job_timeout_s
     if asked.job_timeout_s is not None and (holds is None or asked.job_timeout_s < holds):
@@ -113,7 +113,7 @@ def shorten(op: Operator, launched: Launch, asked: Limits) -> Launch:
             raise UsageError(
                 f"--job-timeout {format_duration(asked.job_timeout_s)} comes too late: {launched.job} began and may "
                 f"run {until}",
-                next_step=f"gpu job cancel {launched.job} ends it earlier",
+                next_step=f"gpu job cancel {launched.job}",
             )
     return launch.shorten(op.project, launched.plan, asked)
 
