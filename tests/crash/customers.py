@@ -1,8 +1,9 @@
 """A project that rents for its jobs, used through the real command line, on machines that are quick to have.
 
-`SomeShop(rig("vast"))` is a rig whose commands are called with `gpu(...)`. Its machines are those of the vendor; in each
-runs the real runner, as a process here instead of behind SSH, and jobs, outputs and sessions are real. What the runner
-would learn from a container, its GPU and its fuse, is played (renting.PlayedMachine).
+`SomeShop(rig("vast"))` is a rig whose commands are called with `gpu(...)`. Its machines are those of the vendor; in
+each runs the real runner, as a process here instead of behind SSH, and jobs, outputs and sessions are real. What the
+runner would learn from a container, its GPU and its fuse, is played (renting.PlayedMachine). With real=True nothing is
+played: the machines are the sandbox's containers, reached over SSH.
 """
 
 from __future__ import annotations
@@ -69,13 +70,14 @@ class SomeShop:
     """What aftermath asks of a rig, and the commands of its user."""
 
     rig: Any
+    real: bool = False
     op: Any = None
     notices: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         r = self.rig
         self.vendor, self.sandbox, self.clock, self.root = r.vendor, r.sandbox, r.clock, r.project.root
-        self.environ = {**r.op.environ, KEY_NAMES[r.vendor]: r.sandbox.key(r.vendor)}
+        self.environ: dict[str, str] = {**r.op.environ, KEY_NAMES[r.vendor]: r.sandbox.key(r.vendor)}
         Path(self.environ["HOME"]).mkdir(parents=True, exist_ok=True)
         self.disks = self.root.parent / "disks"
         self.op = self._context().operator
@@ -128,7 +130,7 @@ class SomeShop:
             cwd=self.root,
             environ=self.environ,
             clock=self.clock,
-            connect=self.connect,
+            connect=None if self.real else self.connect,
             system_policy=nowhere,
             account_home=home,
         )
