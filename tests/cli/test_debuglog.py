@@ -58,7 +58,7 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_command(gpu, home):
     assert gpu("spend", "--debug").exit_code == 0
 
 
-def test_no_command_asks_a_question_but_login_which_asks_only_at_a_terminal():
+def test_only_login_and_approvals_ask_a_question_and_only_at_a_terminal():
     asking = set()
     for path in Path(cli.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -66,4 +66,4 @@ def test_no_command_asks_a_question_but_login_which_asks_only_at_a_terminal():
                 "input", "prompt", "confirm", "getpass", "getchar", "pause", "edit",
             ):  # fmt: skip
                 asking.add(path.name)
-    assert asking <= {"login.py"}
+    assert asking <= {"login.py", "approve.py"}

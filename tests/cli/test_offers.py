@@ -203,7 +203,8 @@ def test_a_hostile_env_file_cannot_redirect_a_key(offers, place, monkeypatch):
 def test_a_rented_provider_in_gpu_yaml_never_runs_a_job_on_this_machine(gpu, place):
     (place / "gpu.yaml").write_text("provider: vast\n")
     result = gpu("setup", "--json", cwd=place, wire=Market([vast_offer()]))
-    assert result.exit_code == 3
+    assert (result.exit_code, result.error["code"]) == (4, "approval_missing")
+    assert gpu("status", "--json", cwd=place).document["machines"] == []
 
 
 def test_the_scaffold_knows_the_rented_providers(gpu, place):

@@ -53,7 +53,8 @@ def project(tmp_path: Path):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    rate=money, worst=money, deadline=seconds, image=text, warnings=st.lists(text, max_size=3), job=st.none() | objects.map(lambda o: {**o, "run": "x"}),
+    rate=money, worst=money, deadline=seconds, image=text, warnings=st.lists(text, max_size=3),
+    job=st.none() | objects.map(lambda o: {**o, "run": "x"}),
     inputs=st.none() | objects, left_out=st.none() | text, offers=st.lists(objects, max_size=3),
     vram=st.none() | st.floats(0, 1e4) | st.integers(0, 10_000),
 )  # fmt: skip

@@ -583,3 +583,63 @@ def test_attempts_of_one_job_have_one_ceiling_whatever_plans_they_have(rig):
     with pytest.raises(OverCeiling, match="job ceiling"):
         provision.provision(r.op, *approved(r, resume_from=older), job_id="J-000002")
     provision.provision(r.op, *approved(r, nonce="b" * 16), job_id="J-000003")
+
+
+# what other records did -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vendor", ["vast", "runpod"])
+def test_an_approval_that_rented_from_other_records_rents_nothing_here(rig, vendor, tmp_path):
+    r = rig(vendor, containers=False)
+    play_machines(r)
+    given = approved(r)
+    guarded(r)
+    first = provision.provision(r.op, *given)
+    # The same user on another computer: a copy of the project, and none of the user's own records.
+    shutil.copytree(r.project.root, tmp_path / "copy")
+    shutil.rmtree(r.op.user_state / "runs")
+    copy = replace(r.op, project=replace(r.project, root=tmp_path / "copy", state=tmp_path / "copy/.pi/gpu"))
+    (copy.project.state / "machines.json").write_text("[]\n")
+    (copy.project.state / "approvals.jsonl").write_bytes(
+        b"".join(line for line in _lines(copy.project.state / "approvals.jsonl") if b'"used_at":"' not in line)
+    )
+    with pytest.raises(ApprovalUsed) as used:
+        provision.provision(copy, *given)
+    assert r.creates == 1 and used.value.next_step == "gpu reconcile --adopt"
+    assert len(alive(r)) == 1 and machines.find(r.project, first.machine.id).instance_id == str(alive(r)[0].id)
+    assert machines.all_machines(copy.project) == []
+
+
+def lying_once(r: Any) -> None:
+    """The first create makes a machine and says that it did not."""
+    make, lies = r.writer.create, iter([True])
+
+    def create(spec: Any) -> Any:
+        outcome = make(spec)
+        return replace(outcome, kind="refused", problem=NoCapacity("none left")) if next(lies, False) else outcome
+
+    r.writer.create = create
+
+
+def test_a_machine_that_was_made_although_the_create_was_refused_goes_before_another_is_asked_for(rig):
+    r = rig("vast", containers=False)
+    play_machines(r)
+    lying_once(r)
+    got = rent(r)
+    (instance,) = alive(r)
+    assert r.creates == 2 and got.machine.instance_id == str(instance.id)
+    assert [a.result for a in got.attempts] == ["failed", "done"]
+    assert {m.status for m in machines.all_machines(r.project) if m.id != got.machine.id} <= {"lost", "destroyed"}
+
+
+def test_nothing_is_said_to_bill_no_more_before_a_list_has_shown_it(rig):
+    r = rig("runpod", containers=False)
+    play_machines(r)
+    lying_once(r)
+    with pytest.raises(NoCapacity) as ended:
+        rent(r)
+    assert r.creates == 1 and alive(r) == [] and not ended.value.may_be_billing
+
+
+def _lines(path: Any) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)

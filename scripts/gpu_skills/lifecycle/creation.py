@@ -8,7 +8,7 @@ adopt()    a machine that was found becomes the record's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import ROUND_UP, Decimal
@@ -311,10 +311,20 @@ def find(op: Operator, provider: str, intent: str) -> list[Instance]:
 
     Never by the whole label: its deadline may have been moved since.
     """
-    found = [seen for seen in op.reader(provider).machines() if _intent_of(op, seen) == intent]
-    return sorted(
-        found, key=lambda seen: (seen.created_at is None, seen.created_at or op.clock.now(), seen.instance_id)
-    )
+    return find_any(op, provider, [intent])[intent]
+
+
+def find_any(op: Operator, provider: str, wanted: Iterable[str]) -> dict[str, list[Instance]]:
+    """As `find`, for several intents in one list."""
+    found: dict[str, list[Instance]] = {intent: [] for intent in wanted}
+    for seen in op.reader(provider).machines():
+        intent = _intent_of(op, seen)
+        if intent in found:
+            found[intent].append(seen)
+    now = op.clock.now()
+    for same in found.values():
+        same.sort(key=lambda seen: (seen.created_at is None, seen.created_at or now, seen.instance_id))
+    return found
 
 
 def _intent_of(op: Operator, seen: Instance) -> str | None:
@@ -358,12 +368,21 @@ def unknown(op: Operator, run: Run, attempt: Attempt, problem: GpuError) -> Prov
 
 
 def settle_on_one(op: Operator, run: Run, attempt: Attempt, found: Sequence[Instance]) -> Machine:
-    """The oldest becomes ours; what else carries the intent goes: one request can have made two."""
-    first, *others = found
+    """The oldest becomes ours; what else one request made goes: it has the very same label.
+
+    Another deadline in it is another request, of a state directory that used the approval too: left alone.
+    """
+    first, *others = sorted(found, key=lambda seen: not is_of(attempt, seen))
     machine = adopt(op, run, attempt, first)
     for other in others:
-        destroy_twin(op, run, attempt, other)
+        if is_of(attempt, other):
+            destroy_twin(op, run, attempt, other)
     return machine
+
+
+def is_of(attempt: Attempt, seen: Instance) -> bool:
+    """Whether this very attempt made it, as far as a label tells."""
+    return seen.label == attempt.label
 
 
 def adopt(op: Operator, run: Run, attempt: Attempt, found: Instance) -> Machine:

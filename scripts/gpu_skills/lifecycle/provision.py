@@ -60,6 +60,7 @@ from gpu_skills.lifecycle.offers import Use
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plan import Plan
 from gpu_skills.lifecycle.runs import Attempt, Run
+from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.providers.base import Offer, Requirements, Search
 from gpu_skills.providers.selection import in_words
 from gpu_skills.state import budget
@@ -71,6 +72,7 @@ __all__ = ["Provisioned", "adopt", "provision", "restart"]
 MAX_REFUSED = 12
 # Offers older than this are asked for again before one of them is taken.
 FRESH_S = 30.0
+MAX_LIST_WAITS = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 15.0, 120.0
 SEARCH_ATTEMPTS = 8
 # Three absences over a minute, ten for one that no list ever showed; then some for a provider that is slow.
@@ -264,6 +266,7 @@ class _Launch:
         _, intent = creation.intent_of(run, self.plan)
         if not claims.take(op, self.plan.provider, offer, intent):
             return "taken"
+        self._look_before(intent)
         op.say(f"asking {offer.provider} for {offer.gpu} at {format_usd(offer.rate_usd_hr)}/h (offer {offer.offer_id})")
         attempt = creation.freeze(op, run, self.plan, offer)
         try:
@@ -286,6 +289,41 @@ class _Launch:
             return "failed"
         boot = Boot(op, self.plan, made.machine, spec=spec)
         return self._bring_up(attempt, boot) or "failed"
+
+    def _look_before(self, intent: str | None) -> None:
+        """One complete list before each create, and before it is said that nothing bills.
+
+        What carries the coming intent was rented under this approval by another state directory, or by this one before
+        its records were lost: nothing is asked for. What carries the intent of a refused create was made all the same.
+        """
+        op, run = self.op, self.run
+        refused = {a.intent: a for a in run.attempts if a.result == "refused"}
+        shown = self._shown([*refused, *([intent] if intent else [])])
+        if intent and shown[intent]:
+            there = shown[intent][0].instance_id
+            raise self._ended(
+                ApprovalUsed(
+                    reason=f"approval {run.approval_id} has rented instance {there} already, from other records",
+                    next_step="gpu reconcile --adopt",
+                    instance=there,
+                )
+            )
+        for known, attempt in refused.items():
+            for seen in shown[known]:
+                op.say(f"{run.provider} refused a create and made {seen.instance_id} all the same: it is destroyed")
+                creation.note(op, run, attempt, result="failed", is_over=False)
+                self._destroy(
+                    attempt, creation.twin_record(op, run, attempt, seen), "made though refused", DESTROY_WAIT_S
+                )
+
+    def _shown(self, wanted: list[str]) -> dict[str, list[Instance]]:
+        """By intent; a list that has to wait for its turn is waited for."""
+        for _ in range(MAX_LIST_WAITS):
+            try:
+                return creation.find_any(self.op, self.plan.provider, wanted)
+            except RateLimited as exc:
+                self.op.clock.sleep(_asked_pause_s(exc))
+        return creation.find_any(self.op, self.plan.provider, wanted)
 
     def _bring_up(self, attempt: Attempt, boot: Boot) -> Ready | None:
         """Wait for it and try it. None: it was no use, and it is gone."""
@@ -499,15 +537,28 @@ class _Launch:
 
     def _ended(self, problem: GpuError) -> GpuError:
         """The error of this call, with everything that was tried; what was reserved is free again."""
+        is_clear = self._is_clear()
         run = self.run
         accounting.settle_run(self.op, run)
         problem.details["attempts"] = [
             {"offer_id": a.offer_id, "gpu": a.gpu, "rate_usd_hr": a.rate_usd_hr, "result": a.result, "reason": a.reason}
             for a in run.attempts
         ]
-        if all(a.result == "refused" or a.is_over for a in run.attempts):
-            problem.may_be_billing = False  # type: ignore[misc]
+        problem.may_be_billing = not (  # type: ignore[misc]
+            is_clear and all(a.result == "refused" or a.is_over for a in run.attempts)
+        )
         return problem
+
+    def _is_clear(self) -> bool:
+        """Whether a list shows that no refused create of this run made a machine; what it did make is ended first."""
+        if not any(a.result == "refused" for a in self.run.attempts):
+            return True
+        try:
+            self._look_before(None)
+        except GpuError as exc:
+            self.op.say(f"whether a refused create made a machine is not known ({exc.message}); next: gpu reconcile")
+            return False
+        return True
 
 
 def _asked_pause_s(problem: RateLimited) -> float:
