@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ def each_death(
     crossing = 1 + part
     while True:
         stage = make(home / str(crossing))
-        here = side if side in SIDES else SIDES[(crossing + (side == "vast")) % 2]
+        here = side if side in SIDES else SIDES[(crossing // parts + (side == "vast")) % 2]
         has_died = _dies(stage, crossing, here)
         if has_died:
             yield crossing, stage
@@ -64,6 +65,7 @@ def each_death(
 
 
 def _dies(stage: Stage, crossing: int, side: str) -> bool:
+    gc.collect()  # ledgers of earlier commands seal what they have when they go: not in the middle of this one
     try:
         return dies(stage.act, crossing=crossing, side=side)
     except GpuError as error:  # it lived, and that is its end

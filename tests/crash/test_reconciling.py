@@ -15,6 +15,7 @@ from run_by_hand import ByHand, job
 
 __all__ = ["make_sandbox", "rig"]
 pytestmark = pytest.mark.subprocess
+PARTS = 3
 both = pytest.mark.parametrize("vendor", ["vast", "runpod"])
 
 
@@ -93,6 +94,10 @@ def reconciling(rig: Any, vendor: str, home: Path, find: Callable[[Any], ByHand]
 
 @both
 @pytest.mark.parametrize("find", FOUND)
-def test_death_anywhere_in_a_reconcile_is_made_good(rig, tmp_path, vendor, find):
-    for crossing, stage in each_death(lambda home: reconciling(rig, vendor, home, find), tmp_path, side=vendor):
-        made_good(stage, RECOVERIES[crossing % 3])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_death_anywhere_in_a_reconcile_is_made_good(rig, tmp_path, vendor, find, part):
+    def make(home: Path) -> Stage:
+        return reconciling(rig, vendor, home, find)
+
+    for crossing, stage in each_death(make, tmp_path, side=vendor, part=part, parts=PARTS, least=4):
+        made_good(stage, RECOVERIES[(crossing // PARTS) % 3])
