@@ -41,7 +41,7 @@ from gpu_skills.providers.base import MachineSpec
 from gpu_skills.units import format_duration
 
 # Quick looks while most machines come up, then slower ones: the list is one call for all machines of the account.
-POLL_S, SLOW_POLL_S, QUICK_FOR_S = 5.0, 10.0, 90.0
+POLL_S, SLOW_POLL_S, QUICK_FOR_S = 5.0, 10.0, 60.0
 # The log costs more than a look: asked for when the looks tell nothing new.
 LOG_AFTER_S, LOG_EVERY_S, LOG_LINES = 45.0, 90.0, 200
 KEY_EVERY_S = 30.0
