@@ -23,6 +23,17 @@ def test_the_same_plan_in_four_terminals_at_once_is_one_machine_and_one_job(term
     assert len({line["id"] for line in lines}) == 1 and len(here.r.burning()) == 1
 
 
+def test_a_setup_in_four_terminals_at_once_is_one_machine(terminals: Any) -> None:
+    """Each would measure a plan of its own and have its own yes. Later ones find the machine, or are told to wait."""
+    here = terminals()
+    (here.root / "gpu.yaml").write_text("provider: vast\ncompute: {gpu: RTX 4090, disk_gb: 20}\n")
+    told = here.at_once(*[["setup", "--yes"]] * 4)
+    refusals = {document["error"]["code"] for code, document in told if code}
+    assert 0 in [code for code, _ in told] and refusals <= {"state_busy"}, told
+    assert here.r.creates == 1 and len(here.r.burning()) == 1
+    assert here.gpu("setup")[0] == 0 and here.r.creates == 1
+
+
 def test_launches_at_once_arm_a_fuse_on_each_machine_and_read_its_receipt(terminals: Any) -> None:
     here = terminals()
     compute = "{gpu: RTX 4090, candidates: [RTX 3090, RTX A6000], disk_gb: 20}"

@@ -42,7 +42,6 @@ def run_plan(
 ) -> Output:
     """Launch what was approved, or follow what was launched already; the same call is right in both cases."""
     from gpu_skills.jobs import disposable, launch
-    from gpu_skills.lifecycle import approvals
 
     op = context.operator
     full, found = disposable.open_plan(context.project, name)
@@ -61,9 +60,7 @@ def run_plan(
         return _gone_on_with(context, op, launched, found, detach=detach)
     work = _prepared(context, found, limits.job_timeout_s, env, allow_secret_file, launched)
     approval = _agreed(context, full, found, yes=yes)
-    launched = launch.begin(context.project, op.ledger, context.clock, full, limits, approval.id)
-    if launched.approval_id != approval.id:  # another terminal was faster, and its yes is the one that is used
-        approval = approvals.find(op, approvals.ask_of_plan(full, found), approval_id=launched.approval_id)
+    launched, approval = disposable.begin(op, full, found, limits, approval)
     say(f"{launched.job} is plan {full[:12]}")
     launched, link = _launched(context, op, launched, found, approval, work)
     watch = _watch(context, op, launched, found, link.machine)

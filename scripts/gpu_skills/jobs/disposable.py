@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_skills.clock import Clock, parse_timestamp, timestamp
 from gpu_skills.errors import (
     ApprovalInvalid,
+    ApprovalNeeded,
     GpuError,
     MissingCredential,
     Refused,
@@ -43,7 +44,7 @@ from gpu_skills.state.project import Project
 from gpu_skills.units import format_duration, parse_duration
 
 if TYPE_CHECKING:
-    from gpu_skills.lifecycle.approvals import Approval
+    from gpu_skills.lifecycle.approvals import Approval, Ask
 
 DEFAULT_HOLD_S = 1800.0
 DESTROY_WAIT_S = 600.0
@@ -175,6 +176,34 @@ def secret_values(
         values[name] = value
     wants_hf = "HF_TOKEN" in found.secrets
     return values, (given.get("HF_TOKEN") or known("HF_TOKEN")) if wants_hf else None
+
+
+def begin(op: Operator, full: str, found: Plan, limits: Limits, approval: Approval) -> tuple[Launch, Approval]:
+    """The launch of a plan and the approval it goes by: where another terminal was faster, that one's."""
+    from gpu_skills.lifecycle import approvals
+
+    ask = approvals.ask_of_plan(full, found)
+    known = launch.find(op.project, full)
+    void = known.approval_id if known is not None and not _serves(op, ask, known.approval_id) else None
+    launched = launch.begin(op.project, op.ledger, op.clock, full, limits, approval.id, replaces=void)
+    if launched.approval_id != approval.id:
+        approval = approvals.find(op, ask, approval_id=launched.approval_id)
+    return launched, approval
+
+
+def _serves(op: Operator, ask: Ask, approval_id: str | None) -> bool:
+    """Whether a launch can still come to its machine, or has, under the approval it began with."""
+    from gpu_skills.lifecycle import approvals
+
+    if approval_id is None:
+        return False
+    if runs.is_worked_on(op, approval_id):
+        return True
+    try:
+        approvals.find(op, ask, approval_id=approval_id)
+    except ApprovalNeeded:
+        return False
+    return True
 
 
 # the machine ---------------------------------------------------------------------------------------------------------

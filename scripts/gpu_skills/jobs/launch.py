@@ -99,16 +99,29 @@ def latest_pending(project: Project, ledger: Ledger) -> Launch | None:
     return None
 
 
-def begin(project: Project, ledger: Ledger, clock: Clock, plan: str, limits: Limits, approval_id: str) -> Launch:
-    """The launch of this plan, made now if there is none. Two commands at once get the same one.
+def begin(
+    project: Project,
+    ledger: Ledger,
+    clock: Clock,
+    plan: str,
+    limits: Limits,
+    approval_id: str,
+    *,
+    replaces: str | None = None,
+) -> Launch:
+    """The launch of this plan, made now if there is none. Two commands at once get the same one, with one approval.
 
-    Before its job has begun a new approval takes the place of one that led to nothing.
+    replaces: an approval that led to nothing; before the job has begun a new one takes its place, and that of one whose
+    launch was cancelled or has ended. Any other that somebody is at stays: use that.
     """
     path = _path(project, plan)
     files.make_directory(path.parent)
     with files.lock(path):
         found = find(project, plan)
-        if found is not None and found.approval_id == approval_id and found.ended_at is None:
+        is_under_way = found is not None and found.ended_at is None
+        if is_under_way and found.approval_id == approval_id:
+            return found
+        if is_under_way and found.cancelled_at is None and found.approval_id not in (None, replaces):
             return found
         if found is None:
             jobs = (ledger.new_job_id(),)

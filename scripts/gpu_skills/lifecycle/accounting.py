@@ -370,7 +370,7 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
     close(op, machine)
     given = charges_between(op, machine.provider, began(op, machine), op.clock.now()) if charges is None else [*charges]
     life = life_of(op, machine)
-    if not any(charge.instance_id == machine.instance_id or _is_later(charge, life) for charge in given):
+    if not any(charge.instance_id == machine.instance_id for charge in given) and not _is_past(op, life, given):
         return []
     with files.lock(op.ledger.charges):
         number = sum(1 for line in _lines(op) if line.get("machine_id") == machine.id)
@@ -385,10 +385,24 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
     return fresh
 
 
-def _is_later(charge: Charge, life: tuple[Stretch, ...]) -> bool:
-    """Written down for a time after this life: what the provider took for the life would be there too."""
-    ended = life[-1].ended_at
-    return ended is not None and charge.started_at is not None and charge.started_at >= ended
+def _is_past(op: Operator, life: tuple[Stretch, ...], charges: Iterable[Charge]) -> bool:
+    """Whether the provider has written down what came after a life: then what it took for the life would be there too.
+
+    Charges may come in whole hours, so those of a machine of ours that came later tell as well as their times.
+    """
+    ended = life[-1].ended_at if life else None
+    if ended is None:
+        return False
+    found = list(charges)
+    if any(charge.started_at is not None and charge.started_at >= ended for charge in found):
+        return True
+    charged = {(charge.provider, charge.instance_id) for charge in found}
+    lives_after = (
+        life_of(op, m)
+        for m in machines.all_machines(op.project)
+        if m.is_rented and (m.provider, m.instance_id) in charged
+    )
+    return any(after and after[0].started_at >= ended for after in lives_after)
 
 
 def is_due(op: Operator, machine: Machine) -> bool:

@@ -42,23 +42,33 @@ def ready(op: Operator, config: GpuConfig, *, agree: Agree) -> Link:
     """A link to the project's machine with an open session.
 
     Raises what `agree` raises without an approval, PlanRefused before one is asked for, MachinePending (exit 6) while
-    nobody knows what became of an earlier create, and the errors of renting.
+    nobody knows what became of an earlier create, StateBusy while another command rents or starts it, and the errors
+    of renting.
     """
-    provider = config.provider
-    machine = current(op.project, provider)
-    if machine is not None and machine.status != "ready" and machine.status != "busy":
-        reconcile.run(op, [provider])
-        machine = current(op.project, provider)
-    if machine is not None and machine.status in ("ready", "busy") and not _still_runs(op, machine):
-        reconcile.run(op, [provider])
-        machine = current(op.project, provider)
-    if machine is None:
-        return _rent(op, config, agree)
-    if machine.status in ("ready", "busy"):
+    machine = _at_work(op, config.provider)
+    if machine is not None:
         return _link_to(op, config, machine)
-    if machine.status == "stopped":
-        return _start(op, config, machine, agree)
-    return _go_on(op, machine, agree)
+    with runs.setting_up(op, config.provider):
+        machine = current(op.project, config.provider)
+        if machine is not None:  # it may be at work by now; else what became of it is found out
+            reconcile.run(op, [config.provider])
+            machine = current(op.project, config.provider)
+        if machine is None:
+            return _rent(op, config, agree)
+        if machine.status in ("ready", "busy"):
+            return _link_to(op, config, machine)
+        if machine.status == "stopped":
+            return _start(op, config, machine, agree)
+        return _go_on(op, machine, agree)
+
+
+def _at_work(op: Operator, provider: str) -> Machine | None:
+    """The project's machine, if it is ready by the record and its provider. A fuse may have stopped it since."""
+    machine = current(op.project, provider)
+    if machine is None or machine.status not in ("ready", "busy"):
+        return None
+    seen = op.reader(machine.provider).machine(str(machine.instance_id))
+    return machine if seen is not None and seen.status == "running" else None
 
 
 def current(project: Project, provider: str | None = None) -> Machine | None:
@@ -72,13 +82,6 @@ def current(project: Project, provider: str | None = None) -> Machine | None:
         and provider in (None, machine.provider)
     ]
     return max(found, key=lambda machine: machine.created_at or "", default=None)
-
-
-def _still_runs(op: Operator, machine: Machine) -> bool:
-    """A fuse may have stopped it since anybody looked."""
-    assert machine.instance_id is not None
-    seen = op.reader(machine.provider).machine(machine.instance_id)
-    return seen is not None and seen.status == "running"
 
 
 def _rent(op: Operator, config: GpuConfig, agree: Agree) -> Link:

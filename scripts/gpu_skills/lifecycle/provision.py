@@ -108,7 +108,7 @@ def provision(
     is bound: the approval is then unused. NoCapacity, NotReady and their like when nothing came of it; ProviderSilent
     or TeardownIncomplete (exit 6) when something may be there: `gpu reconcile` goes on.
     """
-    with runs.working_on(op, approval.id):
+    with runs.working_on(op, approval.id), runs.renting_by(op, name):
         run = runs.load(op, approval.id)
         if run is not None:
             runs.require_ours(op, run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -88,10 +89,24 @@ def folder(op: Operator, approval_id: str = "") -> Path:
     return place / "runs"
 
 
-@contextlib.contextmanager
-def working_on(op: Operator, approval_id: str) -> Iterator[None]:
+def working_on(op: Operator, approval_id: str) -> contextlib.AbstractContextManager[None]:
     """Be the one process that works on a run. StateBusy when another does: follow it instead."""
-    path = folder(op, approval_id) / f"{_checked(approval_id)}.work"
+    return _alone(folder(op, approval_id) / f"{_checked(approval_id)}.work", f"approval {approval_id}")
+
+
+def renting_by(op: Operator, plan_sha256: str) -> contextlib.AbstractContextManager[None]:
+    """Be the one that rents by a plan, under whichever yes to it: two at once would each find theirs unused."""
+    return _alone(folder(op) / f"p_{plan_sha256[:32]}.work", f"plan {plan_sha256[:12]}")
+
+
+def setting_up(op: Operator, provider: str) -> contextlib.AbstractContextManager[None]:
+    """Be the one that rents or starts this state directory's own machine: each terminal would make its own plan."""
+    name = hashlib.sha256(f"{owner_of(op)}\0{provider}".encode()).hexdigest()[:32]
+    return _alone(folder(op) / f"s_{name}.work", f"the project's machine at {provider}")
+
+
+@contextlib.contextmanager
+def _alone(path: Path, what: str) -> Iterator[None]:
     files.make_directory(path.parent)
     # Outside the order of `files.lock`: it is held for minutes, while all the others come and go.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -99,9 +114,7 @@ def working_on(op: Operator, approval_id: str) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
-            raise StateBusy(
-                f"another gpu command works on approval {approval_id}", file=path.name, next_step="gpu status"
-            ) from exc
+            raise StateBusy(f"another gpu command works on {what}", file=path.name, next_step="gpu status") from exc
         yield
     finally:
         os.close(descriptor)
