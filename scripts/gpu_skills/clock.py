@@ -42,3 +42,11 @@ def parse_timestamp(text: str) -> datetime:
     if moment.tzinfo is None:
         raise ValueError(f"time without zone: {text!r}")
     return moment.astimezone(UTC)
+
+
+def time_of(text: object) -> datetime | None:
+    """As `parse_timestamp`; None for what is no time: a record may have been written by hand."""
+    try:
+        return parse_timestamp(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, AttributeError):
+        return None

@@ -380,12 +380,6 @@ class PlanChanged(ApprovalNeeded):
     next_step = "gpu plan --freeze"
 
 
-class PlanPriceMismatch(ApprovalNeeded):
-    code = "plan_price_mismatch"
-    template = "{reason}"
-    next_step = "gpu plan --freeze"
-
-
 class ApprovalExpired(ApprovalNeeded):
     code = "approval_expired"
     template = "{reason}"

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aftermath import holds, reborn, reconciled, says_what_to_do, scheduled, wound_up
 from dying import SIDES, dies
 from gpu_skills.errors import GpuError
-from gpu_skills.jobs import gone
 
 # What comes after a death: a scheduler's reconcile within minutes, the same command at once, or a reconcile when the
 # approval has long expired.
 RECOVERIES = ("reconcile", "again", "late")
-
-
-def knows_jobs(r: Any) -> None:
-    """The operator learns of jobs what the command line tells it."""
-    r.op = replace(
-        r.op,
-        running_jobs=lambda machine: gone.running_on(r.op.ledger, machine),
-        unverified=lambda machine: gone.unverified_on(r.project, r.op.ledger, machine),
-        settle_jobs=lambda machine, why, at=None: gone.end_jobs(r.project, r.op.ledger, r.clock, machine, why, at=at),
-    )
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crash.deaths import RECOVERIES, Stage, each_death, knows_jobs, made_good
+from crash.deaths import RECOVERIES, Stage, each_death, made_good
 from gpu_skills.lifecycle import intents, reconcile
 from lifecycle.conftest import make_sandbox, rig
 from run_by_hand import ByHand, job
@@ -80,7 +80,6 @@ AFTER = {never_sent: (0, 25 * 3600)}
 
 def reconciling(rig: Any, vendor: str, home: Path, find: Callable[[Any], ByHand]) -> Stage:
     r = rig(vendor, home=home, containers=False)
-    knows_jobs(r)
     find(r)
     r.clock.sleep(5)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crash.deaths import RECOVERIES, Stage, each_death, knows_jobs, made_good
+from crash.deaths import RECOVERIES, Stage, each_death, made_good
 from dying import SIDES
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import Unreachable
@@ -37,7 +37,6 @@ def worked(rig: Any, vendor: str, home: Path) -> tuple[Any, Any, str]:
         raise Unreachable(host=machine.host, reason="no route")
 
     r.op = replace(r.op, connect=nobody)
-    knows_jobs(r)
     r.clock.sleep(60)
     name = job(r, machine, 600)
     folder = JobFolder(r.project, name)

@@ -9,6 +9,7 @@ def test_something(rig):
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -100,10 +101,11 @@ def rig(make_sandbox: Callable[..., Sandbox], tmp_path: Path) -> Callable[..., R
     of another user, names another home for each."""
 
     def make(vendor: str = "vast", *, home: Path = tmp_path, **options: Any) -> Rig:
-        sandbox = make_sandbox(**{"limits": "virtual", "seed": 3, **options})
+        begin = {}
         if not options.get("real") and options.get("frozen", True):
             # What a day has cost is asked here and there: no test begins in the evening.
-            sandbox.advance(86_401 - sandbox.world.now() % 86_400)
+            begin["starts_at"] = (time.time() // 86_400 + 1) * 86_400 + 1
+        sandbox = make_sandbox(**{"limits": "virtual", "seed": 3, **begin, **options})
         clock = VendorClock(sandbox)
         user = home / "user"
         environ = {

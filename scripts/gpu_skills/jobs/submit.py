@@ -17,6 +17,7 @@ from gpu_skills.jobs.pack import Packed
 from gpu_skills.jobs.records import START_REFUSED, JobFolder
 from gpu_skills.jobs.spec import JobSpec
 from gpu_skills.lifecycle.connect import Link
+from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.remote.environment import job_environment
 from gpu_skills.remote.transfer import UploadReport, upload
 from gpu_skills.state.ledger import Ledger
@@ -68,44 +69,12 @@ def start(
     machine = link.machine
     secret_names = sorted({*spec.secret_names, *(["HF_TOKEN"] if hf_token else [])})
     with folder.submitting():
+        now = timestamp(clock.now())
         nonce = (folder.read("job") or {}).get("nonce") or secrets.token_hex(8)
-        folder.write(
-            "job",
-            {
-                "id": job,
-                "nonce": nonce,
-                "machine_id": machine.id,
-                "provider": machine.provider,
-                "gpu": machine.gpu,
-                "rate_usd_hr": machine.rate_json,
-                "created_at": timestamp(clock.now()),
-                **({"plan": plan} if plan else {}),
-                "spec": spec.to_record(),
-                "upload": {
-                    "tree": report.tree,
-                    "bytes_total": report.bytes_total,
-                    "bytes_sent": report.bytes_sent,
-                    "files_sent": report.files_sent,
-                    "left_out": [{"path": o.path, "bytes": o.bytes, "why": o.why} for o in packed.left_out[:200]],
-                },
-            },
-        )
+        marks = {"plan": plan} if plan else {}
+        folder.write("job", _submission(job, nonce, machine, spec, packed, report, now) | marks)
         if ledger.latest(job) is None:
-            ledger.start(
-                {
-                    "id": job,
-                    "deployment_id": None,
-                    "machine_id": machine.id,
-                    "provider": machine.provider,
-                    "model": None,
-                    "workflow": None,
-                    "workflow_version": None,
-                    "inputs": {"run": spec.run, "tree": report.tree, **({"label": spec.label} if spec.label else {})},
-                    "gpu": machine.gpu,
-                    "started_at": timestamp(clock.now()),
-                    **({"plan": plan} if plan else {}),
-                }
-            )
+            ledger.start(_first_line(job, machine, spec, report, now) | marks)
         environment = job_environment(
             link.session.greeting.root,
             project.project_id,
@@ -125,23 +94,65 @@ def start(
         except (Unreachable, TransferIncomplete, ProtocolError) as exc:
             raise OutcomeUnknown(what=f"the start of {job}", host=link.host, job=job) from exc
         except GpuError as exc:  # the machine said no: nothing runs there
-            ledger.finish(
-                {
-                    "id": job,
-                    "status": "failed",
-                    "completed_at": timestamp(clock.now()),
-                    "duration_s": 0,
-                    "cost_usd": 0,
-                    "artifacts": [],
-                    "error": exc.message,
-                    "reason": START_REFUSED,
-                }
-            )
+            ledger.finish(_refused_line(job, exc, timestamp(clock.now())))
             raise StartRefused(
                 host=link.host, job=job, reason=exc.message, next_step=exc.next_step, cause=exc.code
             ) from exc
         folder.write("accepted", {"at": timestamp(clock.now()), "state": status["state"]})
     return Submitted(job, report, status)
+
+
+def _submission(
+    job: str, nonce: str, machine: Machine, spec: JobSpec, packed: Packed, report: UploadReport, now: str
+) -> dict[str, Any]:
+    """What was sent, as `jobs/<id>/job.json` keeps it."""
+    return {
+        "id": job,
+        "nonce": nonce,
+        "machine_id": machine.id,
+        "provider": machine.provider,
+        "gpu": machine.gpu,
+        "rate_usd_hr": machine.rate_json,
+        "created_at": now,
+        "spec": spec.to_record(),
+        "upload": {
+            "tree": report.tree,
+            "bytes_total": report.bytes_total,
+            "bytes_sent": report.bytes_sent,
+            "files_sent": report.files_sent,
+            "left_out": [{"path": o.path, "bytes": o.bytes, "why": o.why} for o in packed.left_out[:200]],
+        },
+    }
+
+
+def _first_line(job: str, machine: Machine, spec: JobSpec, report: UploadReport, now: str) -> dict[str, Any]:
+    """The ledger's line at the start."""
+    return {
+        "id": job,
+        "deployment_id": None,
+        "machine_id": machine.id,
+        "provider": machine.provider,
+        "model": None,
+        "workflow": None,
+        "workflow_version": None,
+        "inputs": {"run": spec.run, "tree": report.tree, **({"label": spec.label} if spec.label else {})},
+        "gpu": machine.gpu,
+        "started_at": now,
+    }
+
+
+def _refused_line(job: str, problem: GpuError, now: str) -> dict[str, Any]:
+    """The ledger's line at the end of a job that the machine did not take."""
+    return {
+        "id": job,
+        "status": "failed",
+        "completed_at": now,
+        "duration_s": 0,
+        "cost_usd": 0,
+        "artifacts": [],
+        "error": problem.message,
+        "reason": START_REFUSED,
+    }
 
 
 def _wire_spec(job: str, nonce: str, tree: str, spec: JobSpec, secret_names: list[str]) -> dict[str, Any]:

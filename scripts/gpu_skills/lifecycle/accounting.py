@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
-from gpu_skills.clock import parse_timestamp, timestamp
+from gpu_skills.clock import parse_timestamp, time_of, timestamp
 from gpu_skills.lifecycle import intents, lives, machines, runs, states
 from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.lives import Stretch
@@ -121,7 +121,7 @@ def _running(
 ) -> list[dict[str, Any]]:
     """Set-up once it is over, idle time once the stretch is, and no job that ran in it is still without an end."""
     set_up = next((line for line in booked if line.get("kind") == "setup"), None)
-    ready_at = stretch.ready_at if set_up is None else lives.time_of(set_up.get("completed_at")) or stretch.ready_at
+    ready_at = stretch.ready_at if set_up is None else time_of(set_up.get("completed_at")) or stretch.ready_at
     if ready_at is None:
         if stretch.ended_at is None or set_up is not None:
             return []
@@ -149,7 +149,7 @@ def _running(
 
 
 def _storage(machine: Machine, stretch: Stretch, booked: list[dict[str, Any]], now: datetime) -> list[dict[str, Any]]:
-    until = [at for line in booked if (at := lives.time_of(line.get("completed_at"))) is not None]
+    until = [at for line in booked if (at := time_of(line.get("completed_at"))) is not None]
     start = max([stretch.started_at, *until])
     end = stretch.ended_at or now
     if end <= start or (stretch.ended_at is None and end - start < STORAGE_SLICE):
@@ -191,7 +191,7 @@ def _why_gone(machine: Machine, ended: datetime, known: Iterable[Intent]) -> str
     orders = [i.reason or i.details.get("why") for i in known if i.machine_id == machine.id and i.action == "destroy"]
     if orders and orders[-1] in _ENDS_OF_JOBS:
         return str(orders[-1])
-    deadline = lives.time_of(machine.deadline_at)
+    deadline = time_of(machine.deadline_at)
     # The machine ends its jobs some minutes before its deadline, to have their outputs whole by then.
     if deadline is not None and ended >= deadline - timedelta(minutes=5):
         return str((machine.session or {}).get("deadline_reason") or "deadline_passed")
@@ -417,7 +417,7 @@ def is_due(op: Operator, machine: Machine) -> bool:
     if not life or life[-1].ended_at is None:
         return False
     # A lost machine may have gone on after its last sight.
-    over_at = max(life[-1].ended_at, lives.time_of(machine.destroyed_at) or life[-1].ended_at)
+    over_at = max(life[-1].ended_at, time_of(machine.destroyed_at) or life[-1].ended_at)
     return CHARGES_LAG <= op.clock.now() - over_at <= CORRECTED_WITHIN
 
 

@@ -97,7 +97,7 @@ def rebuilt(op: Operator, one: Unrecorded) -> Machine:
         id=identity,
         provider=seen.provider,
         host=seen.instance_id,
-        status=_AS_SHOWN.get(seen.status, "unknown"),
+        status=states.AS_SHOWN.get(seen.status, "unknown"),
         rate_usd_hr=max((rate for rate in rates if rate is not None), default=Decimal(0)),
         storage_usd_hr=seen.storage_usd_hr,
         gpu=seen.gpu,
@@ -118,9 +118,6 @@ def rebuilt(op: Operator, one: Unrecorded) -> Machine:
         last_seen_at=now,
         extra={"adopted_at": now, **({"approval_id": one.run.approval_id} if one.run is not None else {})},
     )
-
-
-_AS_SHOWN = {"running": "ready", **{word: word for word in ("booting", "stopping", "stopped", "terminating")}}
 
 
 def endpoint_of(op: Operator, seen: Instance) -> SshEndpoint | None:

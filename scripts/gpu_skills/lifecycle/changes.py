@@ -6,12 +6,11 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import ConflictingState, GpuError, InstanceAbsent, PlanRefused
+from gpu_skills.errors import ConflictingState, InstanceAbsent, PlanRefused
 from gpu_skills.lifecycle import actions, fuse, plan
 from gpu_skills.lifecycle.actions import ActionPlan
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.plan import Plan
 from gpu_skills.lifecycle.sentinel import STORAGE_GRACE_S
 from gpu_skills.units import format_duration, format_usd, usd
 
@@ -68,7 +67,7 @@ def _frozen(
     worst = runs_h * rate
     if action == "start":  # an extended machine has its storage and grace in the plan that made it
         worst += Decimal(str(fuse.START_GRACE.total_seconds())) / _HOUR_S * rate + _grace_hours(op, machine) * storage
-    made = _made_by(op, machine)
+    made = plan.find(op.project, machine.plan)
     wanted = ActionPlan(
         action=action,
         project_id=op.project.project_id,
@@ -116,14 +115,6 @@ def _ceiling_s(op: Operator) -> float | None:
 
 
 def _grace_hours(op: Operator, machine: Machine) -> Decimal:
-    made = _made_by(op, machine)
+    made = plan.find(op.project, machine.plan)
     seconds = STORAGE_GRACE_S if made is None else made.storage_grace_s
     return Decimal(str(seconds)) / _HOUR_S
-
-
-def _made_by(op: Operator, machine: Machine) -> Plan | None:
-    """The plan that made it; None where its records were lost."""
-    try:
-        return plan.load(op.project, machine.plan or "")[1]
-    except GpuError:
-        return None

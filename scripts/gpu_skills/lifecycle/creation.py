@@ -318,18 +318,13 @@ def find_any(op: Operator, provider: str, wanted: Iterable[str]) -> dict[str, li
     """As `find`, for several intents in one list."""
     found: dict[str, list[Instance]] = {intent: [] for intent in wanted}
     for seen in op.reader(provider).machines():
-        intent = _intent_of(op, seen)
+        intent = labels.intent_of(seen.label, op.project.project_id)
         if intent in found:
             found[intent].append(seen)
     now = op.clock.now()
     for same in found.values():
         same.sort(key=lambda seen: (seen.created_at is None, seen.created_at or now, seen.instance_id))
     return found
-
-
-def _intent_of(op: Operator, seen: Instance) -> str | None:
-    label = labels.ours(seen.label, op.project.project_id)
-    return label.intent if label is not None else None
 
 
 def _search_for(op: Operator, run: Run, attempt: Attempt, problem: GpuError) -> Created:

@@ -7,7 +7,6 @@ the old one may hold.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from gpu_skills.lifecycle import (
     approval_record,
     approvals,
     intents,
+    labels,
     machines,
     ownership,
     release,
@@ -119,7 +119,7 @@ def extend(op: Operator, plan: ActionPlan, approval: Approval) -> Extended:
         machine, seen, label = _running(op, machine, "extended")
         with closing(op.connect(machine)) as link:
             approvals.use(op, approval, plan.ask())
-            intent = _action_intent(approval, "extend", machine)
+            intent = labels.action_intent(approval.id, "extend", machine.id)
             _reserve(op, machine, plan, intent, deadline_at)
             intents.begin(
                 op.project,
@@ -160,11 +160,6 @@ def _running(op: Operator, machine: Machine, what: str) -> tuple[Machine, Instan
         shown = "nothing of it" if seen is None else seen.status
         raise Refused(f"{machine.provider} shows {shown} for {machine.id}", next_step="gpu reconcile")
     return machine, seen, ownership.require_ours(op, machine, seen)
-
-
-def _action_intent(approval: Approval, action: str, machine: Machine) -> str:
-    """The same approval gives the same id: what died half-way is begun again under it."""
-    return "x" + hashlib.sha256(f"{approval.id}\0{action}\0{machine.id}".encode()).hexdigest()[:16]
 
 
 def _reserve(op: Operator, machine: Machine, plan: ActionPlan, intent: str, deadline_at: datetime) -> None:

@@ -63,10 +63,22 @@ def ours(text: str | None, project_id: str) -> Label | None:
     return label if label is not None and label.project_id == project_id else None
 
 
+def intent_of(text: str | None, project_id: str) -> str | None:
+    """The create that a label of this project names; None for any other label."""
+    label = ours(text, project_id)
+    return label.intent if label is not None else None
+
+
 def create_intent(machine_class: MachineClass, approval_id: str, attempt: int) -> str:
     """The id of the n-th create under an approval. The same approval gives the same ids: a replay finds its machine."""
     letter = next(letter for letter, name in _LETTERS.items() if name == machine_class)
     return letter + hashlib.sha256(f"{approval_id}\0{attempt}".encode()).hexdigest()[:16]
+
+
+def action_intent(approval_id: str, action: str, machine_id: str, *more: object) -> str:
+    """The id of what an approval allows to do to one machine: what died half-way is begun again under it."""
+    told = "\0".join(map(str, (approval_id, action, machine_id, *more)))
+    return "x" + hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def machine_id(intent: str) -> str:

@@ -13,7 +13,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any, Literal
 
-from gpu_skills.clock import parse_timestamp
+from gpu_skills.clock import time_of
 from gpu_skills.lifecycle import states
 from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.machines import Machine
@@ -147,14 +147,6 @@ def _first_within(moments: list[datetime], start: datetime, end: datetime | None
 def _moment(event: Mapping[str, Any]) -> datetime | None:
     details = event.get("details")
     return time_of(details.get("at") if isinstance(details, dict) else None) or time_of(event.get("ts"))
-
-
-def time_of(text: Any) -> datetime | None:
-    """None for what is no time: a record may have been written by hand."""
-    try:
-        return parse_timestamp(text)
-    except (TypeError, ValueError, OverflowError, AttributeError):
-        return None
 
 
 def seconds(start: datetime, end: datetime) -> float:

@@ -197,6 +197,15 @@ def update(project: Project, id: str, change: Callable[[Machine], Machine], *, c
     return Machine.from_record(record)
 
 
+def set_status(project: Project, id: str, status: str, *, clock: Clock | None = None) -> Machine:
+    """Unless it has come to its end meanwhile."""
+
+    def changed(machine: Machine) -> Machine:
+        return machine if machine.status in states.FINAL else replace(machine, status=status)
+
+    return update(project, id, changed, clock=clock)
+
+
 def machine_of(offer: Offer) -> Machine:
     return Machine(
         id=machine_id(offer.provider, offer.offer_id),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from gpu_skills.clock import Clock, parse_timestamp, timestamp
+from gpu_skills.clock import Clock, time_of, timestamp
 from gpu_skills.state import files
 from gpu_skills.state.project import Project
 
@@ -141,11 +141,7 @@ def _read(entry: Mapping[str, Any]) -> HostMemory:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
 
     def moment(name: str) -> datetime | None:
-        value = entry.get(name)
-        try:
-            return parse_timestamp(value) if isinstance(value, str) else None
-        except ValueError:
-            return None
+        return time_of(entry.get(name))
 
     reason = entry.get("last_failure")
     return HostMemory(

@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_skills.clock import Clock, parse_timestamp, timestamp
+from gpu_skills.clock import Clock, time_of, timestamp
 from gpu_skills.errors import GpuError, one_line
 from gpu_skills.lifecycle import channels, intents, states
 from gpu_skills.lifecycle.channels import Target, Told
@@ -292,8 +292,8 @@ def tell_due(op: Operator, *, job: str | None = None) -> None:
 def _deadline_due(machine: Machine, now: datetime) -> Due | None:
     if machine.deadline_at is None or states.BILLS.get(machine.status) not in ("yes", "assume"):
         return None
-    begin = _moment(machine.ready_at) or _moment(machine.created_at)
-    end = _moment(machine.deadline_at)
+    begin = time_of(machine.ready_at) or time_of(machine.created_at)
+    end = time_of(machine.deadline_at)
     if begin is None or end is None or not begin < end or now >= end:
         return None
     if (now - begin) < (end - begin) * float(SHARE):
@@ -319,13 +319,6 @@ def _line(key: str, value: Any) -> str:
     return f"{label}: {one_line(str(value), limit=300)}"
 
 
-def _moment(text: str | None) -> datetime | None:
-    try:
-        return None if text is None else parse_timestamp(text)
-    except ValueError:
-        return None
-
-
 def _checked(record: Any) -> dict[str, Any]:
     """The memory, as far as it is one: a foreign value is as if nothing had been told."""
     if not isinstance(record, dict):
@@ -343,7 +336,7 @@ def _is_due(told: dict[str, Any] | None, now: datetime) -> bool:
     tries = told.get("tries")
     if told.get("result") == "sent" or not isinstance(tries, int) or tries >= TRIES:
         return False
-    at = _moment(told.get("at") if isinstance(told.get("at"), str) else None)
+    at = time_of(told.get("at"))
     patience = IN_FLIGHT if told.get("result") == "sending" else TRY_AGAIN_AFTER
     return at is None or now - at >= patience
 

@@ -10,7 +10,7 @@ from decimal import Decimal
 
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.config import GpuConfig
-from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, GpuError, MachinePending, UsageError
+from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending, UsageError
 from gpu_skills.lifecycle import (
     actions,
     approval_record,
@@ -146,7 +146,7 @@ def _link_to(op: Operator, config: GpuConfig, machine: Machine) -> Link:
     _require_fit(config, machine)
     link, _ = bringup.follow(op, machine)
     try:
-        frozen = _plan_of(op, machine)
+        frozen = plan.find(op.project, machine.plan)
         ends = link.machine.deadline_at
         machines.open_rented_session(
             op.project,
@@ -160,13 +160,6 @@ def _link_to(op: Operator, config: GpuConfig, machine: Machine) -> Link:
         link.close()
         raise
     return link
-
-
-def _plan_of(op: Operator, machine: Machine) -> Plan | None:
-    try:
-        return plan.load(op.project, machine.plan or "")[1]
-    except GpuError:  # one that was taken back after the records were lost
-        return None
 
 
 def _require_fit(config: GpuConfig, machine: Machine) -> None:

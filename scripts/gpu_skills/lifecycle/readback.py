@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from gpu_skills.clock import timestamp
+from gpu_skills.clock import time_of, timestamp
 from gpu_skills.errors import ConflictingState, GpuError, StopFailed
 from gpu_skills.lifecycle import intents, labels, lives, machines, ownership, release, runs, sentinel, states
 from gpu_skills.lifecycle import plan as plans
@@ -15,7 +15,6 @@ from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.plan import Plan
 from gpu_skills.lifecycle.sentinel import Decision
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import budget
@@ -64,7 +63,7 @@ def compare(op: Operator, machine: Machine, seen: Instance) -> list[Note]:
         machines.update(op.project, machine.id, lambda m: replace(m, rate_usd_hr=max(m.rate_usd_hr, rate)))
     found += _label_too_late(op, machine, seen, label)
     deadline_at = deadline_of(op, machine, seen, label)
-    on_record = lives.time_of(machine.deadline_at)
+    on_record = time_of(machine.deadline_at)
     if _differ(on_record, deadline_at):
         what = "none" if deadline_at is None else timestamp(deadline_at)
         found.append(
@@ -134,7 +133,7 @@ def follow(op: Operator, machine: Machine, seen: Instance) -> Machine:
         if intent.action == "extend":
             _finish_extend(op, machine, seen, intent)
     if release.open_destroy(op, machine.id) is not None:
-        return set_status(op, machine.id, "terminating")
+        return machines.set_status(op.project, machine.id, "terminating", clock=op.clock)
     return _as_shown(op, machine, seen)
 
 
@@ -155,8 +154,8 @@ def _finish_start(op: Operator, machine: Machine, seen: Instance, intent: Intent
     """Read back, never sent again: it bills."""
     if seen.status in ("booting", "running"):
         intents.close(op.project, op.clock, intent.id, "done", reason="read back")
-        return set_status(op, machine.id, "booting")
-    began = lives.time_of(intent.ts)
+        return machines.set_status(op.project, machine.id, "booting", clock=op.clock)
+    began = time_of(intent.ts)
     if seen.status == "stopped" and began is not None and op.clock.now() - began >= ON_ITS_WAY:
         intents.close(op.project, op.clock, intent.id, "failed", reason="it did not start")
         _free(op, intent)
@@ -177,12 +176,12 @@ def _finish_extend(op: Operator, machine: Machine, seen: Instance, intent: Inten
 
     What it does not hold after a while came to nothing; `gpu machine extend` asks again.
     """
-    wanted = lives.time_of(intent.details.get("deadline_at"))
+    wanted = time_of(intent.details.get("deadline_at"))
     if wanted is not None and seen.status == "running" and not _differ(_held_by_fuse(op, machine), wanted):
         intents.close(op.project, op.clock, intent.id, "done", reason="read back")
         machines.update(op.project, machine.id, lambda m: replace(m, deadline_at=timestamp(wanted)), clock=op.clock)
         return
-    began = lives.time_of(intent.ts)
+    began = time_of(intent.ts)
     if began is None or op.clock.now() - began >= ON_ITS_WAY:
         intents.close(op.project, op.clock, intent.id, "failed", reason="the machine did not take it")
         _free(op, intent)
@@ -213,24 +212,24 @@ def _as_shown(op: Operator, machine: Machine, seen: Instance) -> Machine:
         return _fell_asleep(op, machine, seen)
     if seen.status in ("booting", "running") and machine.status == "stopped":
         intents.observe(op.project, op.clock, lives.RUNNING, machine_id=machine.id, details={"at": now})
-        return set_status(op, machine.id, "booting")
+        return machines.set_status(op.project, machine.id, "booting", clock=op.clock)
     if seen.status in ("terminating", "unknown"):
-        return set_status(op, machine.id, seen.status)
+        return machines.set_status(op.project, machine.id, seen.status, clock=op.clock)
     if machine.status in ("unknown", "requested"):
         shown = "ready" if seen.status == "running" and machine.ready_at else seen.status
-        return set_status(op, machine.id, "booting" if shown == "running" else shown)
+        return machines.set_status(op.project, machine.id, "booting" if shown == "running" else shown, clock=op.clock)
     return release.current(op, machine)
 
 
 def _fell_asleep(op: Operator, machine: Machine, seen: Instance) -> Machine:
     """It stopped without a word from here: its deadline, its idleness, or its vendor."""
     now = op.clock.now()
-    deadline_at = lives.time_of(machine.deadline_at)
+    deadline_at = time_of(machine.deadline_at)
     taken_away = [c for c in seen.conditions if c in ("outbid", "preempted")]
     if taken_away:
         why, at = taken_away[0], now
     elif deadline_at is not None and now >= deadline_at - timedelta(minutes=1):
-        why, at = "deadline_passed", min(now, max(deadline_at, lives.time_of(machine.last_seen_at) or deadline_at))
+        why, at = "deadline_passed", min(now, max(deadline_at, time_of(machine.last_seen_at) or deadline_at))
     else:
         why, at = "stopped_by_itself", now
     details = {"at": timestamp(at), "seen_at": timestamp(now)}
@@ -305,7 +304,7 @@ def _was_up_at(op: Operator, machine: Machine, deadline_at: datetime) -> bool:
     """Whether somebody saw it run shortly before its deadline, or ended it there."""
     for intent in intents.read(op.project).values():
         if intent.machine_id == machine.id and intent.action == "stop" and intent.result == "done":
-            closed = lives.time_of(intent.closed_at)
+            closed = time_of(intent.closed_at)
             if closed is not None and closed >= deadline_at - sentinel.STOPPED_AT_DEADLINE:
                 return True
     return False
@@ -313,25 +312,8 @@ def _was_up_at(op: Operator, machine: Machine, deadline_at: datetime) -> bool:
 
 def grace_of(op: Operator, machine: Machine) -> timedelta:
     """How long the disk of a stopped one is kept after its deadline: as its plan says."""
-    plan = plan_of(op, machine.plan)
+    plan = plans.find(op.project, machine.plan)
     return timedelta(seconds=sentinel.STORAGE_GRACE_S if plan is None else plan.storage_grace_s)
-
-
-def plan_of(op: Operator, sha256: str | None) -> Plan | None:
-    """None for one that is lost or is no plan any more."""
-    if not sha256:
-        return None
-    try:
-        return plans.load(op.project, sha256)[1]
-    except GpuError:
-        return None
-
-
-def set_status(op: Operator, machine_id: str, status: str) -> Machine:
-    def changed(machine: Machine) -> Machine:
-        return machine if machine.status in states.FINAL else replace(machine, status=status)
-
-    return machines.update(op.project, machine_id, changed, clock=op.clock)
 
 
 def _differ(one: datetime | None, other: datetime | None) -> bool:

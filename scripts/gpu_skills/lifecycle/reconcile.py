@@ -31,6 +31,7 @@ from gpu_skills.lifecycle import (
     runs,
     states,
 )
+from gpu_skills.lifecycle import plan as plans
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.runs import Attempt, Run
@@ -281,7 +282,7 @@ class _Pass:
         age = self.op.clock.now() - parse_timestamp(attempt.began_at)
         if was_sent and age < LOOKED_FOR:
             if machines.find(self.op.project, attempt.machine_id) is not None:
-                readback.set_status(self.op, attempt.machine_id, "unknown")
+                machines.set_status(self.op.project, attempt.machine_id, "unknown", clock=self.op.clock)
             text = f"nobody knows whether the create of {attempt.label} made a machine; {self.provider} shows none"
             self._say(
                 "create_unknown",
@@ -305,8 +306,7 @@ class _Pass:
         """All that carry it, the oldest first."""
         found = []
         for seen in self.shown:
-            label = labels.ours(seen.label, self.op.project.project_id)
-            if label is not None and label.intent == intent:
+            if labels.intent_of(seen.label, self.op.project.project_id) == intent:
                 found.append(seen)
         now = self.op.clock.now()
         return sorted(found, key=lambda seen: (seen.created_at is None, seen.created_at or now, seen.instance_id))
@@ -372,7 +372,7 @@ class _Pass:
             text = "nobody knows whether it was made"
             self._say("create_unknown", text, machine=machine, next_step=step, is_uncertain=True)
             return
-        readback.set_status(self.op, machine.id, "lost")
+        machines.set_status(self.op.project, machine.id, "lost", clock=self.op.clock)
         self._say("never_seen", "it was never seen", machine=machine)
 
     def _absent(self, machine: Machine) -> None:
@@ -525,7 +525,7 @@ class _Pass:
         return run.project_id == self.op.project.project_id
 
     def _plan(self, sha256: str) -> Any:
-        return readback.plan_of(self.op, sha256)
+        return plans.find(self.op.project, sha256)
 
     def _say(
         self, what: str, text: str, *, machine: Machine | None = None, machine_id: str | None = None, **more: Any

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any, Literal
 
-from gpu_skills.clock import parse_timestamp, timestamp
+from gpu_skills.clock import time_of, timestamp
 from gpu_skills.errors import (
     AlreadyGone,
     AuthRejected,
@@ -31,7 +31,7 @@ from gpu_skills.errors import (
     Refused,
     StopFailed,
 )
-from gpu_skills.lifecycle import absence, intents, machines, ownership, runs, states
+from gpu_skills.lifecycle import absence, intents, labels, machines, ownership, runs, states
 from gpu_skills.lifecycle.absence import Look
 from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.machines import Machine
@@ -54,11 +54,6 @@ _STOP_POLL_S = 10.0
 PRESENT, ABSENT = "present", "absent"
 TAKEN, NOT_TAKEN, ALARM = "destroy_taken", "destroy_not_taken", "destroy_unconfirmed"
 _OF_A_RELEASE = (PRESENT, ABSENT, TAKEN, NOT_TAKEN, ALARM)
-# A provider's word for an instance, as a state of ours, where nothing else is known of it.
-_AS_SHOWN = {
-    "booting": "booting", "running": "ready", "stopping": "stopping", "stopped": "stopped",
-    "terminating": "terminating",
-}  # fmt: skip
 
 
 # destroying ---------------------------------------------------------------------------------------------------------
@@ -176,7 +171,7 @@ def _act_on(op: Operator, machine: Machine, seen: Instance | None) -> str:
         raise
     _observe(op, machine, PRESENT, status=seen.status)
     if intent is None:
-        set_status(op, machine, _AS_SHOWN.get(seen.status, "unknown") if machine.status == "unknown" else None)
+        set_status(op, machine, states.AS_SHOWN.get(seen.status, "unknown") if machine.status == "unknown" else None)
         return "present"
     _send_delete(op, machine)
     return "taken"
@@ -210,7 +205,7 @@ def _absent(op: Operator, machine: Machine, intent: Intent | None) -> str:
         if intent is None:
             set_status(op, machine, "unknown")
         return "absent"
-    deadline = _moment(machine.deadline_at)
+    deadline = time_of(machine.deadline_at)
     was_its_end = intent is not None or (deadline is not None and op.clock.now() >= deadline)
     return note_gone(op, machine, "destroyed" if was_its_end else "lost")
 
@@ -303,12 +298,12 @@ class Evidence:
 def evidence_of(op: Operator, machine: Machine) -> Evidence:
     """Folded from the journal, of the destroy that is open if there is one."""
     intent = open_destroy(op, machine.id)
-    begun_at = _moment(intent.ts) if intent is not None else None
+    begun_at = time_of(intent.ts) if intent is not None else None
     looks: list[Look] = []
     taken_at = alarmed_at = None
     refused = code = None
     for event in intents.observations(op.project, *_OF_A_RELEASE, machine_id=machine.id):
-        at, what = _moment(event.get("ts")), event.get("what")
+        at, what = time_of(event.get("ts")), event.get("what")
         details = event.get("details") if isinstance(event.get("details"), dict) else {}
         if at is None:
             continue
@@ -365,20 +360,18 @@ def look(op: Operator, machine: Machine) -> Instance | None:
     if machine.instance_id is not None:
         found = next((seen for seen in listed if seen.instance_id == machine.instance_id), None)
         return found if found is not None else reader.machine(machine.instance_id)
-    same = [seen for seen in listed if _intent_of(op, seen) == machine.intent and machine.intent is not None]
+    same = [seen for seen in listed if _is_named_by(op, machine, seen)]
     return min(same, key=lambda seen: (seen.created_at is None, seen.created_at, seen.instance_id), default=None)
 
 
-def _intent_of(op: Operator, seen: Instance) -> str | None:
-    from gpu_skills.lifecycle import labels
-
-    label = labels.ours(seen.label, op.project.project_id)
-    return label.intent if label is not None else None
+def _is_named_by(op: Operator, machine: Machine, seen: Instance) -> bool:
+    """Whether the label of an instance names the create of this record."""
+    return machine.intent is not None and labels.intent_of(seen.label, op.project.project_id) == machine.intent
 
 
 def _charges_since(op: Operator, machine: Machine, intent: Intent | None) -> datetime:
     """A fixed begin, the same for all looks of one release: their sums are compared."""
-    anchor = _moment(intent.ts) if intent is not None else _moment(machine.last_seen_at) or _moment(machine.created_at)
+    anchor = time_of(intent.ts) if intent is not None else time_of(machine.last_seen_at) or time_of(machine.created_at)
     return (anchor or op.clock.now()).replace(minute=0, second=0, microsecond=0) - timedelta(hours=2)
 
 
@@ -547,7 +540,7 @@ def _with_instance(op: Operator, machine: Machine, seen: Instance) -> Machine:
     now = timestamp(op.clock.now())
 
     def known(found: Machine) -> Machine:
-        host = seen.instance_id if found.instance_id is None and _intent_of(op, seen) == found.intent else found.host
+        host = seen.instance_id if found.instance_id is None and _is_named_by(op, found, seen) else found.host
         return replace(found, host=host, last_seen_at=now)
 
     return machines.update(op.project, machine.id, known, clock=op.clock)
@@ -558,10 +551,7 @@ def set_status(op: Operator, machine: Machine, status: str | None) -> None:
     if status is None or status == machine.status:
         return
 
-    def changed(found: Machine) -> Machine:
-        return found if found.status in states.FINAL else replace(found, status=status)
-
-    machines.update(op.project, machine.id, changed, clock=op.clock)
+    machines.set_status(op.project, machine.id, status, clock=op.clock)
 
 
 def _observe(op: Operator, machine: Machine, what: str, *, reason: str | None = None, **details: Any) -> None:
@@ -576,13 +566,6 @@ def _observe(op: Operator, machine: Machine, what: str, *, reason: str | None = 
         reason=reason,
         details={key: value for key, value in details.items() if value is not None} or None,
     )
-
-
-def _moment(text: Any) -> datetime | None:
-    try:
-        return parse_timestamp(text) if isinstance(text, str) else None
-    except (ValueError, OverflowError):
-        return None
 
 
 def _usd(value: Any) -> Decimal | None:

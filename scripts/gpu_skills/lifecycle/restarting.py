@@ -8,7 +8,6 @@ of its fuse and is read back, and a session is opened. Where the host has no GPU
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -87,7 +86,7 @@ def resume(op: Operator, machine: Machine) -> Ready:
 
 def intent_of(approval_id: str, machine_id: str, number: int = 1) -> str:
     """The n-th start of a machine under an approval: the same for whoever goes on with it."""
-    return "x" + hashlib.sha256(f"{approval_id}\0start\0{machine_id}\0{number}".encode()).hexdigest()[:16]
+    return labels.action_intent(approval_id, "start", machine_id, number)
 
 
 class _Start:

@@ -33,6 +33,8 @@ BILLS: dict[str, Bills] = {
     "lost": "no",
 }
 FINAL = ("destroyed", "lost")
+# What a provider shows → the state of one that nobody knows more about.
+AS_SHOWN = {"running": "ready", **{word: word for word in ("booting", "stopping", "stopped", "terminating")}}
 
 
 def may_follow(before: str, after: str) -> bool:

@@ -20,9 +20,10 @@ from gpu_skills.sandbox.world import Delays, World
 class Sandbox:
     """Starts with `with` (or `start`) and leaves no process behind at its end.
 
-    directory: for the containers; a temporary one that is removed when none is given. frozen: the vendor's clock moves
-    by `advance` only. limits: off, count, real, virtual (see http.Limits). containers: False makes instances without a
-    real machine, for tests of the API alone. delays: seconds by name (see world.Delays). faults: rules as in faults.py.
+    directory: for the containers; a temporary one that is removed when none is given. starts_at: Unix seconds the vendor's
+    clock shows at first, now by default. frozen: it moves by `advance` only. limits: off, count, real, virtual (see
+    http.Limits). containers: False makes instances without a real machine, for tests of the API alone. delays: seconds
+    by name (see world.Delays). faults: rules as in faults.py.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Sandbox:
         delays: dict[str, float] | None = None,
         faults: Any = (),
         limits: str = "count",
+        starts_at: float | None = None,
         frozen: bool = False,
         balance_usd: Decimal | int | str = 100,
         containers: bool = True,
@@ -46,7 +48,7 @@ class Sandbox:
         self.world = World(
             self.directory / "containers",
             seed=seed,
-            clock=VirtualClock(frozen=frozen),
+            clock=VirtualClock(start=starts_at, frozen=frozen),
             catalogue_file=catalogue_file,
             delays=Delays(**(delays or {})),
             fault_rules=faults,
