@@ -13,8 +13,9 @@ from gpu_skills import schemas
 from gpu_skills.errors import GpuError
 from gpu_skills.jobs import release
 from gpu_skills.jobs.records import JobFolder, is_collected
-from gpu_skills.lifecycle import intents, labels, machines, reconcile, runs, states
-from gpu_skills.lifecycle import plan as plans
+from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.state import budget, files, journal, registry
 from gpu_skills.state.ledger import Ledger
 

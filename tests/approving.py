@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gpu_skills.clock import timestamp
-from gpu_skills.lifecycle import approvals
-from gpu_skills.lifecycle import plan as plans
-from gpu_skills.lifecycle.approvals import Approval, Ask
+from gpu_skills.lifecycle.approval import approvals
+from gpu_skills.lifecycle.approval.approvals import Approval, Ask
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.plan import Candidate, Plan
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.plans.plan import Candidate, Plan
 from gpu_skills.lifecycle.runs import Run, owner_of
 from gpu_skills.state import policy as policies
 from gpu_skills.state.project import Project

@@ -17,20 +17,13 @@ from typing import Any
 
 from gpu_skills.config import load_gpu_yaml
 from gpu_skills.errors import ApprovalNeeded, ApprovalUsed, GpuError, RemoteError
-from gpu_skills.lifecycle import (
-    approvals,
-    intents,
-    labels,
-    machines,
-    project_machine,
-    reconcile,
-    release,
-    runs,
-    states,
-)
-from gpu_skills.lifecycle import plan as plans
-from gpu_skills.lifecycle.approvals import Approval, Ask
+from gpu_skills.lifecycle import intents, labels, machines, project_machine, runs, states
+from gpu_skills.lifecycle.approval import approvals
+from gpu_skills.lifecycle.approval.approvals import Approval, Ask
+from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.machines import Machine
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.state import budget
 from renting import guarded, play_machines
 from run_by_hand import job

@@ -13,10 +13,13 @@ from typing import Any
 from gpu_skills import resources
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import Unreachable
-from gpu_skills.lifecycle import approvals, keyproof, labels, provision
-from gpu_skills.lifecycle import plan as plans
+from gpu_skills.lifecycle import labels
+from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.connect import Link
-from gpu_skills.lifecycle.plan import Candidate, Plan
+from gpu_skills.lifecycle.guard import keyproof
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.plans.plan import Candidate, Plan
+from gpu_skills.lifecycle.renting import provision
 
 GPUS = {"vast": ("RTX 4090",), "runpod": ("NVIDIA RTX A5000",)}
 

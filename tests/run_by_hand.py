@@ -9,9 +9,9 @@ from typing import Any
 
 from gpu_skills.clock import timestamp
 from gpu_skills.lifecycle import intents, labels, machines, runs
-from gpu_skills.lifecycle import plan as plans
 from gpu_skills.lifecycle.machines import Machine
-from gpu_skills.lifecycle.plan import Candidate, Plan
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.plans.plan import Candidate, Plan
 from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import MachineSpec, Offer, Requirements
 from gpu_skills.state import budget, policy

@@ -30,7 +30,7 @@ def runner() -> Path:
 
 def machine_script(name: str) -> Path:
     """Bash that travels in a create request: `fuse.sh`, `start_script.sh`."""
-    return PACKAGE / "lifecycle" / name
+    return PACKAGE / "lifecycle" / "guard" / name
 
 
 def checkup() -> Path:

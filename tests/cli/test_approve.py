@@ -19,9 +19,10 @@ from gpu_skills.cli import approve as command
 from gpu_skills.cli.context import Context
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import ApprovalNeeded, ApprovalUsed
-from gpu_skills.lifecycle import actions, approvals, machines, runs
-from gpu_skills.lifecycle import plan as plans
-from gpu_skills.lifecycle.actions import ActionPlan
+from gpu_skills.lifecycle import machines, runs
+from gpu_skills.lifecycle.approval import actions, approvals
+from gpu_skills.lifecycle.approval.actions import ActionPlan
+from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.state import project as projects
 
 

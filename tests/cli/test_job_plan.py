@@ -18,7 +18,8 @@ from gpu_skills.cli.context import Context
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import Unreachable
 from gpu_skills.jobs import launch
-from gpu_skills.lifecycle import keyproof, runs
+from gpu_skills.lifecycle import runs
+from gpu_skills.lifecycle.guard import keyproof
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.sandbox import Sandbox
 from sandbox_fixture import eventually, make_sandbox

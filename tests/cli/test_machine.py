@@ -12,7 +12,8 @@ import pytest
 
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.jobs.records import JobFolder
-from gpu_skills.lifecycle import actions, approvals, intents, labels, machines
+from gpu_skills.lifecycle import intents, labels, machines
+from gpu_skills.lifecycle.approval import actions, approvals
 from lifecycle.conftest import make_sandbox, rig
 from rented import rent
 from rented_cli import customer

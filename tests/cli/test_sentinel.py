@@ -10,7 +10,8 @@ import pytest
 
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import StateError
-from gpu_skills.lifecycle import intents, machines, receipts, sentinel
+from gpu_skills.lifecycle import intents, machines
+from gpu_skills.lifecycle.guard import receipts, sentinel
 from lifecycle.conftest import make_sandbox, rig
 from rented import rent
 from rented_cli import customer

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gpu_skills.clock import timestamp
-from gpu_skills.lifecycle import accounting, machines, release
+from gpu_skills.lifecycle import machines
+from gpu_skills.lifecycle.books import accounting
+from gpu_skills.lifecycle.ending import release
 from lifecycle.conftest import make_sandbox, rig
 from rented_cli import customer
 from run_by_hand import ByHand, job

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from crash.deaths import RECOVERIES, Stage, each_death, made_good
-from gpu_skills.lifecycle import intents, reconcile
+from gpu_skills.lifecycle import intents
+from gpu_skills.lifecycle.recovery import reconcile
 from lifecycle.conftest import make_sandbox, rig
 from run_by_hand import ByHand, job
 

@@ -14,7 +14,8 @@ from gpu_skills.clock import timestamp
 from gpu_skills.errors import Unreachable
 from gpu_skills.jobs import release as jobs_release
 from gpu_skills.jobs.records import JobFolder
-from gpu_skills.lifecycle import machines, release
+from gpu_skills.lifecycle import machines
+from gpu_skills.lifecycle.ending import release
 from lifecycle.conftest import make_sandbox, rig
 from renting import play_machines, rent
 from run_by_hand import job

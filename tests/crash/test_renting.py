@@ -13,10 +13,13 @@ from crash.deaths import RECOVERIES, Stage, each_death, made_good
 from dying import SIDES
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import InsufficientBalance
-from gpu_skills.lifecycle import actions, approvals, keeping, machines, provision, release
-from gpu_skills.lifecycle.actions import ActionPlan
-from gpu_skills.lifecycle.approvals import Approval
+from gpu_skills.lifecycle import machines
+from gpu_skills.lifecycle.approval import actions, approvals
+from gpu_skills.lifecycle.approval.actions import ActionPlan
+from gpu_skills.lifecycle.approval.approvals import Approval
+from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.machines import Machine
+from gpu_skills.lifecycle.renting import keeping, provision
 from lifecycle.conftest import make_sandbox, rig
 from renting import PlayedMachine, approved, guarded, play_machines, rent
 

@@ -14,8 +14,8 @@ from gpu_skills.errors import MissingCredential, PlanUnknown, UsageError
 from gpu_skills.jobs import disposable, pack, staging
 from gpu_skills.jobs.checkpoints import Checkpoint
 from gpu_skills.jobs.spec import load_spec
-from gpu_skills.lifecycle import plan as plans
-from gpu_skills.lifecycle.plan import Candidate, Plan
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.plans.plan import Candidate, Plan
 from gpu_skills.remote.tree import Entry
 from gpu_skills.state import project as projects
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu_skills.errors import RemoteError
-from gpu_skills.lifecycle import fuse, labels
+from gpu_skills.lifecycle import labels
 from gpu_skills.lifecycle.connect import Link
+from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.providers.base import MachineSpec, Requirements
 from gpu_skills.sandbox import processes

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 
-from gpu_skills.lifecycle.absence import Look, is_gone, quiet
+from gpu_skills.lifecycle.ending.absence import Look, is_gone, quiet
 
 T0 = datetime(2026, 3, 1, tzinfo=UTC)
 

@@ -10,7 +10,9 @@ from decimal import Decimal
 import pytest
 
 from gpu_skills.clock import timestamp
-from gpu_skills.lifecycle import accounting, intents, lives, machines, release, runs
+from gpu_skills.lifecycle import intents, machines, runs
+from gpu_skills.lifecycle.books import accounting, lives
+from gpu_skills.lifecycle.ending import release
 from gpu_skills.state import budget, journal
 from run_by_hand import ByHand, changed, job
 

@@ -22,10 +22,11 @@ from gpu_skills.errors import (
     StateError,
     UsageError,
 )
-from gpu_skills.lifecycle import actions, approvals, machines
-from gpu_skills.lifecycle import plan as plans
-from gpu_skills.lifecycle.actions import ActionPlan
-from gpu_skills.lifecycle.plan import Plan
+from gpu_skills.lifecycle import machines
+from gpu_skills.lifecycle.approval import actions, approvals
+from gpu_skills.lifecycle.approval.actions import ActionPlan
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.plans.plan import Plan
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ from decimal import Decimal
 import pytest
 
 from gpu_skills.errors import Refused, UsageError
-from gpu_skills.lifecycle import adoption, intents, labels, machines, reconcile, release, runs, states
+from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.recovery import adoption, reconcile
 from gpu_skills.state import budget, files
 from gpu_skills.state import project as projects
 from gpu_skills.state.ledger import Ledger

@@ -20,9 +20,10 @@ from gpu_skills.errors import (
     StateNewer,
     UsageError,
 )
-from gpu_skills.lifecycle import approvals, runs
-from gpu_skills.lifecycle import plan as plans
-from gpu_skills.lifecycle.plan import Candidate
+from gpu_skills.lifecycle import runs
+from gpu_skills.lifecycle.approval import approvals
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.plans.plan import Candidate
 from gpu_skills.state import quick_check
 
 

@@ -9,7 +9,7 @@ from decimal import Decimal
 
 import pytest
 
-from gpu_skills.lifecycle import claims
+from gpu_skills.lifecycle.renting import claims
 from gpu_skills.providers.base import Offer
 
 OFFER = Offer("vast", "77", Decimal("0.4"), "RTX 4090", 1, 24.0, machine_id="4711")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.lifecycle import bringup, creation, intents, labels, machines, runs
+from gpu_skills.lifecycle import intents, labels, machines, runs
+from gpu_skills.lifecycle.renting import bringup, creation
 from gpu_skills.lifecycle.runs import Run
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.providers.base import Offer, Volume

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpu_skills.lifecycle import reconcile, sentinel
+from gpu_skills.lifecycle.guard import sentinel
+from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.providers.base import Requirements
 from races.commands import frozen, terminals
 from races.conftest import plain_rig, rig

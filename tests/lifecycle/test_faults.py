@@ -10,7 +10,8 @@ import pytest
 
 from faulty_lives import PHASES, Life, fault
 from gpu_skills.errors import ConflictingState
-from gpu_skills.lifecycle import release, sentinel
+from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.guard import sentinel
 from gpu_skills.sandbox.faults import ACCOUNT, CALL, INSTANCE, KINDS, WORK
 from rented import rent
 

@@ -12,8 +12,12 @@ from gpu_skills.config import load_gpu_yaml
 from gpu_skills.errors import NotReady
 from gpu_skills.jobs import disposable, launch
 from gpu_skills.jobs.launch import Limits
-from gpu_skills.lifecycle import actions, approvals, bringup, fuse, machines, project_machine, provision, release, runs
-from gpu_skills.lifecycle.actions import ActionPlan
+from gpu_skills.lifecycle import machines, project_machine, runs
+from gpu_skills.lifecycle.approval import actions, approvals
+from gpu_skills.lifecycle.approval.actions import ActionPlan
+from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.guard import fuse
+from gpu_skills.lifecycle.renting import bringup, provision
 from renting import alive, approved, guarded, play_machines, roomy
 
 pytestmark = pytest.mark.subprocess

@@ -20,9 +20,11 @@ from approving import Owner, a_plan, a_run, an_ask, lines, sign, signer_line, wr
 from gpu_skills import userdirs
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import ApprovalExpired, ApprovalInvalid, ApprovalNeeded, ApprovalUsed, GpuError, PlanChanged
-from gpu_skills.lifecycle import actions, approvals, machines, provision, runs
-from gpu_skills.lifecycle import plan as plans
-from gpu_skills.lifecycle.approvals import Approval
+from gpu_skills.lifecycle import machines, runs
+from gpu_skills.lifecycle.approval import actions, approvals
+from gpu_skills.lifecycle.approval.approvals import Approval
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.renting import provision
 from sshd import make_key
 
 pytestmark = pytest.mark.usefixtures("allow_subprocess")

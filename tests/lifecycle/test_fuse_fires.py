@@ -12,8 +12,8 @@ import pytest
 
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import FuseMissing, FuseSilent, ProtocolError, RemoteError
-from gpu_skills.lifecycle import fuse
 from gpu_skills.lifecycle.connect import Link
+from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.sandbox import processes
 from lifecycle.fused import FOREIGN, INTENT, NO_DELAY, Fused, rent, soon
 from sandbox_fixture import eventually, ssh

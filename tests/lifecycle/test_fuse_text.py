@@ -12,7 +12,7 @@ import pytest
 
 from gpu_skills import resources
 from gpu_skills.errors import UsageError
-from gpu_skills.lifecycle import fuse
+from gpu_skills.lifecycle.guard import fuse
 from lifecycle.fused import text_of
 
 AT = datetime(2026, 12, 1, tzinfo=UTC)

@@ -14,8 +14,8 @@ import pytest
 
 from gpu_skills import resources
 from gpu_skills.errors import ArchUnsupported, NotReady
-from gpu_skills.lifecycle import health
-from gpu_skills.lifecycle.plan import Candidate, Plan
+from gpu_skills.lifecycle.plans.plan import Candidate, Plan
+from gpu_skills.lifecycle.renting import health
 
 A100 = {"index": 0, "name": "NVIDIA A100-SXM4-80GB", "vram_mib": 81920, "driver": "570.86.15"}
 

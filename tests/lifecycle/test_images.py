@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_skills.lifecycle import images
+from gpu_skills.lifecycle.plans import images
 
 
 @pytest.mark.parametrize(

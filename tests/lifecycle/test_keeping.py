@@ -14,8 +14,11 @@ import pytest
 
 from gpu_skills.clock import SystemClock, parse_timestamp, timestamp
 from gpu_skills.errors import ApprovalNeeded, CommandFailed, FuseMissing, OverCeiling, Refused
-from gpu_skills.lifecycle import approvals, fuse, intents, keeping, labels, machines, notify
-from gpu_skills.lifecycle.approvals import Approval
+from gpu_skills.lifecycle import intents, labels, machines, notify
+from gpu_skills.lifecycle.approval import approvals
+from gpu_skills.lifecycle.approval.approvals import Approval
+from gpu_skills.lifecycle.guard import fuse
+from gpu_skills.lifecycle.renting import keeping
 from gpu_skills.state import budget
 from lifecycle import fused
 from rented import rent

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_skills.lifecycle import keyproof
+from gpu_skills.lifecycle.guard import keyproof
 
 
 def test_nothing_is_known_of_an_account_before_its_first_machine(rig: Callable[..., Any]) -> None:

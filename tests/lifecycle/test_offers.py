@@ -16,7 +16,7 @@ from fake_clock import FakeClock
 from gpu_skills import schemas
 from gpu_skills.lifecycle import memory
 from gpu_skills.lifecycle.memory import FIRST_COOLDOWN, HALF_LIFE, LONGEST_COOLDOWN, HostMemory
-from gpu_skills.lifecycle.offers import BOOT_S, IMAGE_GB, Use, cooling, estimate, rank, row
+from gpu_skills.lifecycle.plans.offers import BOOT_S, IMAGE_GB, Use, cooling, estimate, rank, row
 from gpu_skills.providers.base import FilterCount, Offer, Search
 from gpu_skills.state import project as projects
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_skills.errors import PlanChanged, PlanUnknown, SchemaInvalid, UsageError
-from gpu_skills.lifecycle import plan as plans
-from gpu_skills.lifecycle.plan import Candidate, Plan
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.plans.plan import Candidate, Plan
 from gpu_skills.state import project as projects
 
 text = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)

@@ -17,12 +17,13 @@ from gpu_skills import schemas
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.config import load_gpu_yaml
 from gpu_skills.errors import PlanRefused, UsageError
-from gpu_skills.lifecycle import market, memory, planning
-from gpu_skills.lifecycle import plan as plans
-from gpu_skills.lifecycle.plan import Plan
-from gpu_skills.lifecycle.preflight import Reason
-from gpu_skills.lifecycle.wanted import SHORTEST_S
-from gpu_skills.lifecycle.worst_case import SETUP_CAP_S, WorstCase
+from gpu_skills.lifecycle import memory
+from gpu_skills.lifecycle.plans import market, planning
+from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.plans.plan import Plan
+from gpu_skills.lifecycle.plans.preflight import Reason
+from gpu_skills.lifecycle.plans.wanted import SHORTEST_S
+from gpu_skills.lifecycle.plans.worst_case import SETUP_CAP_S, WorstCase
 from gpu_skills.providers.gpus import same_model
 from gpu_skills.state import files
 

@@ -7,8 +7,8 @@ from decimal import Decimal
 import pytest
 
 from gpu_skills.errors import PlanRefused
-from gpu_skills.lifecycle import images, preflight
-from gpu_skills.lifecycle.preflight import Reason
+from gpu_skills.lifecycle.plans import images, preflight
+from gpu_skills.lifecycle.plans.preflight import Reason
 from gpu_skills.state.policy import Violation
 
 IMAGE = "me/big:cuda12.8"

@@ -9,7 +9,9 @@ import pytest
 
 from gpu_skills.config import GpuConfig, load_gpu_yaml
 from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending
-from gpu_skills.lifecycle import approvals, machines, project_machine, release
+from gpu_skills.lifecycle import machines, project_machine
+from gpu_skills.lifecycle.approval import approvals
+from gpu_skills.lifecycle.ending import release
 from renting import alive, guarded, play_machines, roomy
 
 pytestmark = pytest.mark.subprocess

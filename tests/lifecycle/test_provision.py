@@ -27,7 +27,10 @@ from gpu_skills.errors import (
     StateBusy,
     Unguarded,
 )
-from gpu_skills.lifecycle import accounting, bringup, claims, intents, machines, memory, provision, release, runs
+from gpu_skills.lifecycle import intents, machines, memory, runs
+from gpu_skills.lifecycle.books import accounting
+from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.renting import bringup, claims, provision
 from gpu_skills.state import budget
 from renting import GPUS, a_plan, alive, approved, guarded, instances, play_machines, rent, roomy
 

@@ -13,7 +13,7 @@ import pytest
 
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import MissingProgram, NotWritable, Unavailable, Unguarded, UsageError
-from gpu_skills.lifecycle import keyproof, receipts, sentinel
+from gpu_skills.lifecycle.guard import keyproof, receipts, sentinel
 from gpu_skills.state import files
 
 

@@ -11,7 +11,10 @@ from datetime import timedelta
 import pytest
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.lifecycle import accounting, intents, labels, machines, reconcile, release, runs, states
+from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.lifecycle.books import accounting
+from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.state import budget, journal
 from gpu_skills.state.ledger import Ledger
 from gpu_skills.units import usd

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from dying import dies
-from gpu_skills.lifecycle import intents, machines, release, sentinel, sentinel_records
+from gpu_skills.lifecycle import intents, machines
+from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.guard import sentinel, sentinel_records
 from rented import rent
 
 SIDES = pytest.mark.parametrize("side", ["before", "after"])

@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 
 from gpu_skills.errors import AuthRejected, JobRunning, NetworkDenied, NotOwned, Protected
-from gpu_skills.lifecycle import intents, labels, machines, release
+from gpu_skills.lifecycle import intents, labels, machines
+from gpu_skills.lifecycle.ending import release
 from rented import rent
 
 VENDORS = pytest.mark.parametrize("vendor", ["vast", "runpod"])

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpu_skills.errors import AlreadyGone, AuthRejected, JobRunning, NotCollected, Protected, StopFailed
-from gpu_skills.lifecycle import intents, machines, release
+from gpu_skills.lifecycle import intents, machines
+from gpu_skills.lifecycle.ending import release
 from gpu_skills.state import budget
 from rented import rent
 

@@ -10,8 +10,12 @@ import pytest
 
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import ApprovalInvalid, ApprovalNeeded, HostFull, NotReady, Unguarded
-from gpu_skills.lifecycle import actions, approvals, intents, keyproof, labels, machines, provision, release, restarting
-from gpu_skills.lifecycle.actions import ActionPlan
+from gpu_skills.lifecycle import intents, labels, machines
+from gpu_skills.lifecycle.approval import actions, approvals
+from gpu_skills.lifecycle.approval.actions import ActionPlan
+from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.guard import keyproof
+from gpu_skills.lifecycle.renting import provision, restarting
 from gpu_skills.state import budget
 from renting import alive, guarded, instances, play_machines, rent
 

@@ -8,9 +8,10 @@ from decimal import Decimal
 import pytest
 
 from gpu_skills.clock import timestamp
-from gpu_skills.lifecycle import intents, labels, machines, receipts, sentinel, sentinel_records
+from gpu_skills.lifecycle import intents, labels, machines
+from gpu_skills.lifecycle.guard import receipts, sentinel, sentinel_records
+from gpu_skills.lifecycle.guard.sentinel import decide, gpu_billed_until
 from gpu_skills.lifecycle.labels import Label
-from gpu_skills.lifecycle.sentinel import decide, gpu_billed_until
 from gpu_skills.providers.base import Charge
 from gpu_skills.providers.base import Machine as Instance
 from rented import rent

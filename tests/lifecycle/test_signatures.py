@@ -10,8 +10,8 @@ import pytest
 
 from approving import NAMESPACE, sign, signer_line
 from gpu_skills.errors import MissingProgram
-from gpu_skills.lifecycle import signatures
-from gpu_skills.lifecycle.signatures import BadSignature, verify
+from gpu_skills.lifecycle.approval import signatures
+from gpu_skills.lifecycle.approval.signatures import BadSignature, verify
 from sshd import make_key
 
 pytestmark = pytest.mark.usefixtures("allow_subprocess")

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gpu_skills.errors import MissingProgram
-from gpu_skills.lifecycle import sshkeys
-from gpu_skills.lifecycle.sshkeys import KeyUnusable
+from gpu_skills.lifecycle.renting import sshkeys
+from gpu_skills.lifecycle.renting.sshkeys import KeyUnusable
 
 pytestmark = pytest.mark.subprocess
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_skills.lifecycle.waiting import FLAT_S, QUIET_S, START_S, GaveUp, Seen, Watch, look, pulled_bytes
+from gpu_skills.lifecycle.renting.waiting import FLAT_S, QUIET_S, START_S, GaveUp, Seen, Watch, look, pulled_bytes
 
 CAP_S = 3600.0
 

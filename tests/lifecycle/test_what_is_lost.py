@@ -14,7 +14,9 @@ from gpu_skills.jobs import release as jobs_release
 from gpu_skills.jobs.pack import pack
 from gpu_skills.jobs.records import START_REFUSED, JobFolder
 from gpu_skills.jobs.submit import send
-from gpu_skills.lifecycle import intents, machines, reconcile, release
+from gpu_skills.lifecycle import intents, machines
+from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.recovery import reconcile
 from remote.runner_client import eventually
 from rented import rent
 from renting import rent as rent_planned

@@ -14,7 +14,7 @@ import pytest
 
 from gpu_skills.cli import main
 from gpu_skills.cli.context import Context
-from gpu_skills.lifecycle import keyproof
+from gpu_skills.lifecycle.guard import keyproof
 from races.racers import FarClock, race
 
 TRAIN = """

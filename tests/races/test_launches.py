@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from gpu_skills.clock import parse_timestamp
-from gpu_skills.lifecycle import intents, labels, machines, provision, reconcile, release, runs, states
+from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.recovery import reconcile
+from gpu_skills.lifecycle.renting import provision
 from gpu_skills.state import budget
 from races.racers import race
 from renting import approved, guarded, instances

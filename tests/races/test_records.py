@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from gpu_skills.lifecycle import intents, machines, reconcile, release, runs, states
+from gpu_skills.lifecycle import intents, machines, runs, states
+from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.machines import Machine
+from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.state import budget, journal
 from races.racers import race
 from run_by_hand import ByHand, job

@@ -13,7 +13,7 @@ from gpu_skills.cli.output import Output, say
 from gpu_skills.errors import ApprovalNeeded, ApprovalUsed, GpuError, ModeForbids, UsageError
 
 if TYPE_CHECKING:
-    from gpu_skills.lifecycle.approvals import Approval, Ask
+    from gpu_skills.lifecycle.approval.approvals import Approval, Ask
 
 MAX_FILE_BYTES = 64 << 10
 
@@ -44,7 +44,7 @@ def approve(
     Without --statement it asks on a terminal. Never give words that nobody said: at level `signature` of the policy
     they are refused, and --show prints what the person signs.
     """
-    from gpu_skills.lifecycle import approvals
+    from gpu_skills.lifecycle.approval import approvals
 
     if sum((show, statement is not None, signature is not None)) > 1:
         raise UsageError("--show, --statement and --signature exclude each other", next_step="gpu approve --help")
@@ -74,7 +74,7 @@ def agree(context: Context, ask: Ask, *, yes: bool) -> Approval:
     Unless it is followed only, what it is about is always said; `yes` leaves out the question. Where nobody can answer
     it raises at once: ApprovalNeeded with the text to show, or what is wrong with the approval there is.
     """
-    from gpu_skills.lifecycle import approvals
+    from gpu_skills.lifecycle.approval import approvals
 
     standing = _standing(context, ask)
     if isinstance(standing, ApprovalUsed):
@@ -93,7 +93,7 @@ def agree(context: Context, ask: Ask, *, yes: bool) -> Approval:
 
 def _asked(context: Context, ask: Ask) -> Approval:
     """A yes on the terminal, or ApprovalNeeded."""
-    from gpu_skills.lifecycle import approvals
+    from gpu_skills.lifecycle.approval import approvals
 
     op = context.operator
     if not context.is_interactive or op.policy().approval_level != "statement":
@@ -105,7 +105,8 @@ def _asked(context: Context, ask: Ask) -> Approval:
 
 
 def _asked_for(context: Context, plan: str | None, machine_id: str | None) -> Ask:
-    from gpu_skills.lifecycle import actions, approvals, machines
+    from gpu_skills.lifecycle import machines
+    from gpu_skills.lifecycle.approval import actions, approvals
 
     project = context.project
     if (plan is None) == (machine_id is None):
@@ -122,7 +123,7 @@ def _asked_for(context: Context, plan: str | None, machine_id: str | None) -> As
 
 def _standing(context: Context, ask: Ask) -> Approval | ApprovalNeeded:
     """The approval that holds now, or why there is none."""
-    from gpu_skills.lifecycle import approvals
+    from gpu_skills.lifecycle.approval import approvals
 
     try:
         return approvals.find(context.operator, ask)
@@ -131,7 +132,7 @@ def _standing(context: Context, ask: Ask) -> Approval | ApprovalNeeded:
 
 
 def _shown(context: Context, ask: Ask) -> Output:
-    from gpu_skills.lifecycle import approvals
+    from gpu_skills.lifecycle.approval import approvals
 
     op = context.operator
     standing = _standing(context, ask)

@@ -47,7 +47,7 @@ def doctor(context: Context, provider: str | None, show_config: bool, tries_noti
     if leaving:
         return _leaving(context, provider)
     if provider is not None:
-        from gpu_skills.lifecycle import overview
+        from gpu_skills.lifecycle.recovery import overview
 
         return _report([checkup.Finding(**vars(seen)) for seen in overview.view(context.operator, provider)])
     findings = checkup.computer(context.environ)
@@ -81,7 +81,7 @@ def _report(findings: list[Finding]) -> Output:
 def _leaving(context: Context, provider: str | None) -> Output:
     """What bills on after this tool is gone."""
     from gpu_skills.cli.reconcile import known_providers
-    from gpu_skills.lifecycle import overview
+    from gpu_skills.lifecycle.recovery import overview
 
     providers = [provider] if provider is not None else known_providers(context)
     found = overview.leaving(context.operator, providers)

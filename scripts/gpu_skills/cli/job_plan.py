@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpu_skills.lifecycle.connect import Link
     from gpu_skills.lifecycle.machines import Machine
     from gpu_skills.lifecycle.operator import Operator
-    from gpu_skills.lifecycle.plan import Plan
+    from gpu_skills.lifecycle.plans.plan import Plan
 
 OTHER_WAIT_S = 2.0
 
@@ -149,7 +149,7 @@ def _known_secrets(context: Context) -> Any:
 
 def _agreed(context: Context, full: str, found: Plan, *, yes: bool) -> Any:
     from gpu_skills.cli.approve import agree
-    from gpu_skills.lifecycle import approvals
+    from gpu_skills.lifecycle.approval import approvals
 
     return agree(context, approvals.ask_of_plan(full, found), yes=yes)
 
@@ -338,7 +338,8 @@ def _collected(context: Context, op: Operator, launched: Launch, link: Link) -> 
 def _held(context: Context, op: Operator, launched: Launch, link: Link) -> str | None:
     """Hold the machine for review; how that ended, None without a hold."""
     from gpu_skills.jobs import disposable, hold, launch
-    from gpu_skills.lifecycle import keeping, machines, states
+    from gpu_skills.lifecycle import machines, states
+    from gpu_skills.lifecycle.renting import keeping
 
     until = disposable.keep(op, launched, link)
     if until is None:
@@ -398,7 +399,7 @@ def _pull_quietly(context: Context, link: Link, job: str) -> None:
 
 def pending_line(context: Context, launched: Launch) -> dict[str, Any]:
     """What the ledger would say of a job whose machine is being made, if it had a line."""
-    from gpu_skills.lifecycle import plan
+    from gpu_skills.lifecycle.plans import plan
 
     found = plan.load(context.project, launched.plan)[1]
     job = found.job or {}

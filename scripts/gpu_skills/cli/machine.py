@@ -15,8 +15,8 @@ from gpu_skills.errors import DestroyNotTaken, GpuError, Refused, TeardownIncomp
 from gpu_skills.units import format_usd, json_number, usd
 
 if TYPE_CHECKING:
-    from gpu_skills.lifecycle.actions import ActionPlan
-    from gpu_skills.lifecycle.approvals import Approval
+    from gpu_skills.lifecycle.approval.actions import ActionPlan
+    from gpu_skills.lifecycle.approval.approvals import Approval
     from gpu_skills.lifecycle.machines import Machine
 
 _C = "gpu_skills.cli.machine:"
@@ -70,7 +70,8 @@ def show(context: Context, machine_id: str) -> Output:
 
 def _as_shown(context: Context, one: Machine) -> tuple[dict[str, Any] | None, str | None]:
     from gpu_skills.clock import timestamp
-    from gpu_skills.lifecycle import labels, release
+    from gpu_skills.lifecycle import labels
+    from gpu_skills.lifecycle.ending import release
 
     try:
         seen = release.look(context.operator, one)
@@ -97,7 +98,7 @@ def _as_shown(context: Context, one: Machine) -> tuple[dict[str, Any] | None, st
 def _leaving(context: Context, one: Machine) -> dict[str, Any] | None:
     """How far the destruction of a machine is; None when nobody asked for it."""
     from gpu_skills.clock import timestamp
-    from gpu_skills.lifecycle import release
+    from gpu_skills.lifecycle.ending import release
 
     evidence = release.evidence_of(context.operator, one)
     if evidence.begun_at is None:
@@ -124,7 +125,8 @@ def _leaving(context: Context, one: Machine) -> dict[str, Any] | None:
 @click.option("--wait", "wait_s", type=DURATION, default="5m", show_default=True, help="Longest look for the end.")
 def stop(context: Context, machine_id: str, wait_s: float) -> Output:
     """Stop a rented machine and see it stopped. Its storage bills on until it is destroyed."""
-    from gpu_skills.lifecycle import accounting, release
+    from gpu_skills.lifecycle.books import accounting
+    from gpu_skills.lifecycle.ending import release
 
     one = _rented(context, machine_id)
     stopped = release.stop(context.operator, one, wait_s=wait_s)
@@ -146,7 +148,7 @@ def stop(context: Context, machine_id: str, wait_s: float) -> Output:
 def start(context: Context, machine_id: str, lasts_s: float | None, yes: bool) -> Output:
     """Start a stopped machine with its disk, under a new deadline. Bills: it is priced, and needs an approval."""
     from gpu_skills.cli.approve import agree
-    from gpu_skills.lifecycle import keeping, provision
+    from gpu_skills.lifecycle.renting import keeping, provision
 
     one = _rented(context, machine_id)
     op = context.operator
@@ -171,7 +173,7 @@ def start(context: Context, machine_id: str, lasts_s: float | None, yes: bool) -
 def extend(context: Context, machine_id: str, more_s: float | None, yes: bool) -> Output:
     """Move the deadline of a running machine: in its label, in its fuse, in its session. Needs an approval."""
     from gpu_skills.cli.approve import agree
-    from gpu_skills.lifecycle import keeping
+    from gpu_skills.lifecycle.renting import keeping
 
     if more_s is None:
         raise UsageError("say by how much: --by 2h", next_step="gpu machine extend --help")
@@ -211,7 +213,7 @@ def hold(context: Context, machine_id: str, lasts_s: float | None, off: bool) ->
     """Keep a machine for review: neither idleness nor the end of its job ends it. It bills meanwhile."""
     from datetime import timedelta
 
-    from gpu_skills.lifecycle import keeping
+    from gpu_skills.lifecycle.renting import keeping
 
     if (lasts_s is None) is not off:
         raise UsageError("say for how long (--for 1h), or end it (--off)", next_step="gpu machine hold --help")
@@ -235,7 +237,7 @@ def hold(context: Context, machine_id: str, lasts_s: float | None, off: bool) ->
 def protect(context: Context, machine_id: str, off: bool) -> Output:
     """From now on neither stop nor destroy ends it without an approval that names it. Its fuse still does."""
     from gpu_skills.cli.approve import agree
-    from gpu_skills.lifecycle import keeping
+    from gpu_skills.lifecycle.renting import keeping
 
     one = _rented(context, machine_id)
     op = context.operator
@@ -286,7 +288,8 @@ def destroy(context: Context, machine_id: str, abandon_outputs: tuple[str, ...],
 
 def ended(context: Context, one: Machine, state: str, approval: Approval | None = None) -> Output:
     """What to say after a destroy: gone, or on its way with the command that goes on."""
-    from gpu_skills.lifecycle import approvals, release
+    from gpu_skills.lifecycle.approval import approvals
+    from gpu_skills.lifecycle.ending import release
 
     op = context.operator
     now = release.current(op, one)
@@ -305,7 +308,8 @@ def _allowed_to_end(context: Context, one: Machine, *, yes: bool) -> Approval | 
     """The approval that names a protected machine. `--yes` names none, and the words of a yes are never asked twice."""
     from gpu_skills.cli.approve import agree
     from gpu_skills.errors import ApprovalNeeded, Protected
-    from gpu_skills.lifecycle import actions, approvals, ownership, release
+    from gpu_skills.lifecycle.approval import actions, approvals
+    from gpu_skills.lifecycle.ending import ownership, release
 
     op = context.operator
     if not ownership.needs_named_approval(one, release.look(op, one)):

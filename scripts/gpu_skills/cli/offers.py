@@ -16,7 +16,7 @@ from gpu_skills.units import format_usd
 
 if TYPE_CHECKING:
     from gpu_skills.config import GpuConfig
-    from gpu_skills.lifecycle.offers import Ranking
+    from gpu_skills.lifecycle.plans.offers import Ranking
     from gpu_skills.providers.base import Requirements, Search
 
 SHORT = 3
@@ -61,8 +61,8 @@ def offers(
     Defaults come from gpu.yaml. Rates include the wanted disk; totals also start-up, download and traffic.
     """
     from gpu_skills.lifecycle import memory
-    from gpu_skills.lifecycle import offers as ranking
-    from gpu_skills.lifecycle.offers import Use
+    from gpu_skills.lifecycle.plans import offers as ranking
+    from gpu_skills.lifecycle.plans.offers import Use
 
     for name in provider:
         if name not in PROVIDERS:
@@ -128,7 +128,7 @@ def _need(
 
 def _own_rows(context: Context, need: Requirements, wanted: tuple[str, ...], hours: float) -> list[dict[str, Any]]:
     """This machine and the user's hosts, each looked at now."""
-    from gpu_skills.lifecycle import survey
+    from gpu_skills.lifecycle.plans import survey
 
     config = context.config
     compute = replace(

@@ -15,7 +15,7 @@ from gpu_skills.units import counted, format_bytes, format_duration, format_usd
 
 if TYPE_CHECKING:
     from gpu_skills.config import GpuConfig
-    from gpu_skills.lifecycle.plan import Plan
+    from gpu_skills.lifecycle.plans.plan import Plan
 
 MAX_LISTED_FILES = 50
 
@@ -56,7 +56,7 @@ def plan(
 
     With NAME a draft is measured again. What speaks against the plan is listed at once, before any money moves.
     """
-    from gpu_skills.lifecycle import plan as plans
+    from gpu_skills.lifecycle.plans import plan as plans
 
     name, cmd = _name_and_command(context, args)
     if name is not None:
@@ -77,7 +77,7 @@ def plan(
 
 def _name_and_command(context: Context, args: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """A single word that is the name of a plan is one; everything else is the job's command."""
-    from gpu_skills.lifecycle import plan as plans
+    from gpu_skills.lifecycle.plans import plan as plans
 
     if len(args) == 1 and plans.looks_like_name(args[0]):
         return args[0], ()
@@ -101,7 +101,7 @@ def _refuse_more(click_context: click.Context, session: bool, cmd: tuple[str, ..
 def _again(context: Context, name: str) -> Plan:
     from gpu_skills.cli.progress import byte_bar
     from gpu_skills.jobs import planned
-    from gpu_skills.lifecycle import plan as plans
+    from gpu_skills.lifecycle.plans import plan as plans
 
     _, old = plans.load(context.project, name)
     with byte_bar(context, "plan", before="looking at the files") as progress:
@@ -109,7 +109,7 @@ def _again(context: Context, name: str) -> Plan:
 
 
 def _session(context: Context, flags: dict[str, Any], cmd: tuple[str, ...]) -> Plan:
-    from gpu_skills.lifecycle import planning
+    from gpu_skills.lifecycle.plans import planning
 
     if cmd:
         raise UsageError("--session plans the project's machine, which runs no command of its own")
@@ -184,7 +184,7 @@ def _seconds(flag: str, text: str | None, *, is_positive: bool = False) -> float
 
 
 def _output(context: Context, name: str, made: Plan, *, is_frozen: bool) -> Output:
-    from gpu_skills.lifecycle.plan import SHOWN_CHARS
+    from gpu_skills.lifecycle.plans.plan import SHOWN_CHARS
 
     shown = name[:SHOWN_CHARS] if is_frozen else name
     gpu = "gpu --sandbox" if context.sandbox else "gpu"

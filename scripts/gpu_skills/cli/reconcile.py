@@ -14,7 +14,7 @@ from gpu_skills.errors import MissingCredential, NoProject, UsageError
 from gpu_skills.units import counted, format_usd, json_number
 
 if TYPE_CHECKING:
-    from gpu_skills.lifecycle.reconcile import Account, Finding, Report
+    from gpu_skills.lifecycle.recovery.reconcile import Account, Finding, Report
 
 
 @command(
@@ -31,7 +31,7 @@ def reconcile(context: Context, providers: tuple[str, ...], adopt: bool, project
     Run it after any error that says so, or when a command was killed. It lists each account once, concludes nothing
     from an answer that fails, and does not touch what is not this project's. Running it again is harmless.
     """
-    from gpu_skills.lifecycle import reconcile as passes
+    from gpu_skills.lifecycle.recovery import reconcile as passes
 
     if project_id is not None and not adopt:
         raise UsageError("--project-id takes machines back: say --adopt too", next_step="gpu reconcile --help")

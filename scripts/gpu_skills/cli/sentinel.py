@@ -16,8 +16,8 @@ from gpu_skills.units import counted, format_usd
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from gpu_skills.lifecycle.guard.sentinel import Note, Pass
     from gpu_skills.lifecycle.operator import Operator
-    from gpu_skills.lifecycle.sentinel import Note, Pass
 
 
 @command(
@@ -47,8 +47,8 @@ def sentinel(
     whose disk survives is stopped and destroyed after --storage-grace, another one destroyed. Run it every ten minutes
     from cron, a CI schedule or another host.
     """
-    from gpu_skills.lifecycle import sentinel as passes
-    from gpu_skills.lifecycle import sentinel_records
+    from gpu_skills.lifecycle.guard import sentinel as passes
+    from gpu_skills.lifecycle.guard import sentinel_records
 
     if provider not in RENTED_PROVIDERS:
         raise UsageError(f"nothing is rented at {provider[:80]!r}: there are {', '.join(RENTED_PROVIDERS)}")
@@ -104,7 +104,7 @@ def _from_records(
     op: Operator | None, provider: str, account: str
 ) -> tuple[dict[str, datetime | None], list[Any], Note]:
     """What the records know beside the labels. A broken record does not keep a pass from ending what is due."""
-    from gpu_skills.lifecycle import sentinel_records
+    from gpu_skills.lifecycle.guard import sentinel_records
 
     if op is None:
         return {}, [], lambda action, seen, why, result: None
@@ -137,7 +137,7 @@ def _later(known: dict[str, datetime | None], told: dict[str, datetime | None]) 
 
 def _own_receipt(context: Context, provider: str, account: str, project_id: str) -> str | None:
     from gpu_skills import userdirs
-    from gpu_skills.lifecycle import receipts
+    from gpu_skills.lifecycle.guard import receipts
 
     try:
         return str(receipts.own_path(userdirs.state_dir(context.environ), provider, account, project_id))
@@ -147,7 +147,7 @@ def _own_receipt(context: Context, provider: str, account: str, project_id: str)
 
 
 def _read(place: str) -> Any:
-    from gpu_skills.lifecycle import receipts
+    from gpu_skills.lifecycle.guard import receipts
 
     try:
         return receipts.read(place)
@@ -160,7 +160,7 @@ def _leave(done: Pass, own: str | None, receipt: str | None) -> tuple[list[str],
     """Where the receipt stands now, and why it does not stand where it should."""
     from pathlib import Path
 
-    from gpu_skills.lifecycle import receipts
+    from gpu_skills.lifecycle.guard import receipts
     from gpu_skills.state import files
 
     written: list[str] = []

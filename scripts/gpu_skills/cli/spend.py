@@ -15,7 +15,7 @@ from gpu_skills.errors import ModeForbids, UsageError
 from gpu_skills.units import counted, format_duration, format_usd, json_number, usd
 
 if TYPE_CHECKING:
-    from gpu_skills.lifecycle.accounting import Row
+    from gpu_skills.lifecycle.books.accounting import Row
 
 GROUPS = ("provider", "model", "status", "day", "kind")
 MAX_MACHINES = 100
@@ -83,7 +83,8 @@ def _moment(since: str) -> datetime:
 def _compared(context: Context, since: datetime | None, *, correct: bool) -> dict[str, Any]:
     """Our books beside those of every provider that we have a key of."""
     from gpu_skills.cli.reconcile import known_providers
-    from gpu_skills.lifecycle import accounting, machines
+    from gpu_skills.lifecycle import machines
+    from gpu_skills.lifecycle.books import accounting
 
     op, now = context.operator, context.clock.now()
     since = since or now - COMPARED_BACK
@@ -189,7 +190,8 @@ def _duties(context: Context, since: datetime | None) -> list[dict[str, Any]]:
 
 def _running(context: Context, now_s: float) -> list[tuple[str, float, float]]:
     """When rented machines ran, booked or not yet: what is neither job nor set-up of it was idle."""
-    from gpu_skills.lifecycle import accounting, machines
+    from gpu_skills.lifecycle import machines
+    from gpu_skills.lifecycle.books import accounting
 
     return [
         (

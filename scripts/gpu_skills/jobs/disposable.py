@@ -35,16 +35,17 @@ from gpu_skills.jobs.records import JobFolder
 from gpu_skills.jobs.release import gate
 from gpu_skills.jobs.spec import JobSpec, Progress
 from gpu_skills.jobs.submit import Submitted, send, start
-from gpu_skills.lifecycle import intents, machines, plan, runs, states
+from gpu_skills.lifecycle import intents, machines, runs, states
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.plan import SHOWN_CHARS, Plan
+from gpu_skills.lifecycle.plans import plan
+from gpu_skills.lifecycle.plans.plan import SHOWN_CHARS, Plan
 from gpu_skills.state.project import Project
 from gpu_skills.units import format_duration, parse_duration
 
 if TYPE_CHECKING:
-    from gpu_skills.lifecycle.approvals import Approval, Ask
+    from gpu_skills.lifecycle.approval.approvals import Approval, Ask
 
 DEFAULT_HOLD_S = 1800.0
 DESTROY_WAIT_S = 600.0
@@ -180,7 +181,7 @@ def secret_values(
 
 def begin(op: Operator, full: str, found: Plan, limits: Limits, approval: Approval) -> tuple[Launch, Approval]:
     """The launch of a plan and the approval it goes by: where another terminal was faster, that one's."""
-    from gpu_skills.lifecycle import approvals
+    from gpu_skills.lifecycle.approval import approvals
 
     ask = approvals.ask_of_plan(full, found)
     known = launch.find(op.project, full)
@@ -193,7 +194,7 @@ def begin(op: Operator, full: str, found: Plan, limits: Limits, approval: Approv
 
 def _serves(op: Operator, ask: Ask, approval_id: str | None) -> bool:
     """Whether a launch can still come to its machine, or has, under the approval it began with."""
-    from gpu_skills.lifecycle import approvals
+    from gpu_skills.lifecycle.approval import approvals
 
     if approval_id is None:
         return False
@@ -248,7 +249,7 @@ def rent(op: Operator, launched: Launch, found: Plan, approval: Approval) -> tup
 
     Ctrl-C, or a cancel from elsewhere, ends what was begun. Raises StateBusy when another command is at it.
     """
-    from gpu_skills.lifecycle import bringup, provision
+    from gpu_skills.lifecycle.renting import bringup, provision
 
     machine = won_machine(op, launched)
     if machine is not None:
@@ -336,7 +337,7 @@ def require_wanted(op: Operator, launched: Launch) -> None:
 
 def open_session(op: Operator, link: Link, launched: Launch, *, reason: str) -> None:
     """The machine's own bound on work: a moment before its fuse, so that exit records and outputs are complete."""
-    from gpu_skills.lifecycle import fuse
+    from gpu_skills.lifecycle.guard import fuse
 
     deadline_at = None
     if link.machine.deadline_at is not None:
@@ -419,7 +420,9 @@ def end_machines(op: Operator, launched: Launch, *, why: str, wait_s: float = DE
 
     What was begun and never answered is looked for first, since it may exist.
     """
-    from gpu_skills.lifecycle import accounting, reconcile, release
+    from gpu_skills.lifecycle.books import accounting
+    from gpu_skills.lifecycle.ending import release
+    from gpu_skills.lifecycle.recovery import reconcile
 
     run = runs.load(op, launched.approval_id) if launched.approval_id else None
     if run is None:

@@ -24,11 +24,11 @@ from gpu_skills.jobs import checkpoints, pack
 from gpu_skills.jobs.pack import Packed
 from gpu_skills.jobs.spec import JobSpec
 from gpu_skills.jobs.staging import directory_of, inputs_record
-from gpu_skills.lifecycle import images, planning, preflight
-from gpu_skills.lifecycle.market import ANY_GPU
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.plan import Plan
-from gpu_skills.lifecycle.preflight import Reason
+from gpu_skills.lifecycle.plans import images, planning, preflight
+from gpu_skills.lifecycle.plans.market import ANY_GPU
+from gpu_skills.lifecycle.plans.plan import Plan
+from gpu_skills.lifecycle.plans.preflight import Reason
 
 MAX_REQUIREMENTS_BYTES = 256 << 10
 MAX_REQUIREMENTS_FILES = 20

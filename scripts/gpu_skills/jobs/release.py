@@ -64,7 +64,7 @@ def destroy(
 
     abandon: as for `give_back`; it is recorded before anything is asked of the provider.
     """
-    from gpu_skills.lifecycle import release
+    from gpu_skills.lifecycle.ending import release
 
     machine = release.current(op, machine)
     obstacles = gate(op, machine, abandon)

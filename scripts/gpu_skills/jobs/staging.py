@@ -16,7 +16,7 @@ from gpu_skills.jobs import checkpoints, pack
 from gpu_skills.jobs.checkpoints import Checkpoint
 from gpu_skills.jobs.pack import Packed
 from gpu_skills.jobs.select import LeftOut
-from gpu_skills.lifecycle.plan import Plan
+from gpu_skills.lifecycle.plans.plan import Plan
 from gpu_skills.remote.tree import Entry, Tree
 from gpu_skills.state.project import Project
 

@@ -23,7 +23,7 @@ from gpu_skills.lifecycle import machines, notify
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.plan import EXPECTED_TIMES, Plan
+from gpu_skills.lifecycle.plans.plan import EXPECTED_TIMES, Plan
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import journal
 from gpu_skills.units import format_duration
@@ -258,7 +258,7 @@ class Watch:
 
 def note_loss(op: Operator, machine: Machine) -> Machine:
     """Let `reconcile` write down what the machine is now, and book it."""
-    from gpu_skills.lifecycle import reconcile
+    from gpu_skills.lifecycle.recovery import reconcile
 
     try:
         reconcile.run(op, [machine.provider])

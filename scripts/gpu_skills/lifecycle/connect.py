@@ -80,7 +80,7 @@ def _beside_its_fuse(transport: Transport, machine: Machine) -> str | None:
     """
     if not machine.is_rented or machine.intent is None:
         return None
-    from gpu_skills.lifecycle.fuse import runner_root
+    from gpu_skills.lifecycle.guard.fuse import runner_root
 
     folder = shlex.quote(f"{WORKSPACE}/.gpu-fuse/{machine.intent}")
     channel = transport.start(f"exec sh -c {shlex.quote(f'test -d {folder}')}")

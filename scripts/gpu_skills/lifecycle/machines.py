@@ -331,7 +331,7 @@ def open_rented_session(
 
 def _fuse_stops(link: Link) -> bool:
     """Whether the fuse there says that it stops the machine. One that says nothing is taken to destroy it."""
-    from gpu_skills.lifecycle import fuse
+    from gpu_skills.lifecycle.guard import fuse
 
     receipt = fuse.read_receipt(link, link.machine)
     return receipt is not None and receipt.on_expiry == "stop"

@@ -11,27 +11,17 @@ from decimal import Decimal
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.config import GpuConfig
 from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending, UsageError
-from gpu_skills.lifecycle import (
-    actions,
-    approval_record,
-    approvals,
-    bringup,
-    fuse,
-    keeping,
-    machines,
-    plan,
-    planning,
-    provision,
-    reconcile,
-    restarting,
-    runs,
-    states,
-)
-from gpu_skills.lifecycle.approvals import Approval, Ask, ask_of_plan
+from gpu_skills.lifecycle import machines, runs, states
+from gpu_skills.lifecycle.approval import actions, approval_record, approvals
+from gpu_skills.lifecycle.approval.approvals import Approval, Ask, ask_of_plan
 from gpu_skills.lifecycle.connect import Link
+from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.lifecycle.machines import VRAM_TOLERANCE, Machine
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.plan import Plan
+from gpu_skills.lifecycle.plans import plan, planning
+from gpu_skills.lifecycle.plans.plan import Plan
+from gpu_skills.lifecycle.recovery import reconcile
+from gpu_skills.lifecycle.renting import bringup, keeping, provision, restarting
 from gpu_skills.providers.gpus import same_model
 from gpu_skills.state.project import Project
 

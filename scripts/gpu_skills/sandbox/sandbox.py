@@ -20,10 +20,10 @@ from gpu_skills.sandbox.world import Delays, World
 class Sandbox:
     """Starts with `with` (or `start`) and leaves no process behind at its end.
 
-    directory: for the containers; a temporary one that is removed when none is given. starts_at: Unix seconds the vendor's
-    clock shows at first, now by default. frozen: it moves by `advance` only. limits: off, count, real, virtual (see
-    http.Limits). containers: False makes instances without a real machine, for tests of the API alone. delays: seconds
-    by name (see world.Delays). faults: rules as in faults.py.
+    directory: for the containers; a temporary one that is removed when none is given. starts_at: Unix seconds that
+    the vendor's clock shows at first, now by default. frozen: it moves by `advance` only. limits: off, count, real,
+    virtual (see http.Limits). containers: False makes instances without a real machine, for tests of the API alone.
+    delays: seconds by name (see world.Delays). faults: rules as in faults.py.
     """
 
     def __init__(

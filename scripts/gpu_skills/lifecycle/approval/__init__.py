@@ -1,0 +1,1 @@
+"""What a person is asked, and what counts as a yes."""

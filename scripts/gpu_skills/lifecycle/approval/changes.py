@@ -1,0 +1,122 @@
+"""What a change to a machine that is there would cost: plans to start or extend one, measured and frozen."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from decimal import Decimal
+
+from gpu_skills.clock import parse_timestamp, timestamp
+from gpu_skills.errors import ConflictingState, InstanceAbsent, PlanRefused
+from gpu_skills.lifecycle.approval import actions
+from gpu_skills.lifecycle.approval.actions import ActionPlan
+from gpu_skills.lifecycle.guard import fuse
+from gpu_skills.lifecycle.guard.sentinel import STORAGE_GRACE_S
+from gpu_skills.lifecycle.machines import Machine
+from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.lifecycle.plans import plan
+from gpu_skills.units import format_duration, format_usd, usd
+
+APPROVABLE = timedelta(hours=1)
+SHORTEST_S = 300.0
+_HOUR_S = Decimal(3600)
+
+
+def start_plan(
+    op: Operator, machine: Machine, *, lasts_s: float | None, session_usd: Decimal | None = None
+) -> ActionPlan:
+    """To start a stopped machine: at the rate the provider shows now, until the nearest of the limits.
+
+    lasts_s: its deadline, counted from now. session_usd: what this start may cost in all. The policy's longest deadline
+    bounds both. PlanRefused when that leaves less than five minutes.
+    """
+    rate, storage = _rates(op, machine)
+    limits = [lasts_s, _ceiling_s(op), _buys_s(session_usd, rate, storage * _grace_hours(op, machine))]
+    seconds = min(limit for limit in (*limits, 7 * 86400.0) if limit is not None)
+    if seconds < SHORTEST_S:
+        reason = f"its limits leave {format_duration(seconds)} at {format_usd(rate)}/h"
+        raise PlanRefused(summary=reason, reasons=[{"code": "too_short", "message": reason}])
+    return _frozen(op, machine, "start", op.clock.now() + timedelta(seconds=int(seconds)), rate, storage)
+
+
+def extend_plan(op: Operator, machine: Machine, until: datetime) -> ActionPlan:
+    """To move the deadline of a running machine to a later moment. PlanRefused past the policy's longest deadline."""
+    if machine.deadline_at is None:
+        raise ConflictingState(
+            provider=machine.provider, what="extend", instance_id=machine.instance_id, reason="it has no deadline"
+        )
+    before = parse_timestamp(machine.deadline_at)
+    if until <= before:
+        reason = f"{timestamp(until)} is not later than the deadline it has, {machine.deadline_at}"
+        raise PlanRefused(summary=reason, reasons=[{"code": "too_short", "message": reason}])
+    ceiling_s = _ceiling_s(op)
+    left_s = (until - op.clock.now()).total_seconds()
+    if ceiling_s is not None and left_s > ceiling_s:
+        asked, allowed = format_duration(left_s), format_duration(ceiling_s)
+        reason = f"it would end {asked} from now, the policy allows {allowed}"
+        raise PlanRefused(summary=reason, reasons=[{"code": "over_ceiling", "message": reason}])
+    rate, storage = _rates(op, machine)
+    return _frozen(op, machine, "extend", until, rate, storage)
+
+
+def _frozen(
+    op: Operator, machine: Machine, action: actions.Action, deadline_at: datetime, rate: Decimal, storage: Decimal
+) -> ActionPlan:
+    now = op.clock.now()
+    begins = now
+    if action == "extend" and machine.deadline_at is not None:
+        begins = max(now, parse_timestamp(machine.deadline_at))
+    runs_h = Decimal(str(max(0.0, (deadline_at - begins).total_seconds()))) / _HOUR_S
+    worst = runs_h * rate
+    if action == "start":  # an extended machine has its storage and grace in the plan that made it
+        worst += Decimal(str(fuse.START_GRACE.total_seconds())) / _HOUR_S * rate + _grace_hours(op, machine) * storage
+    made = plan.find(op.project, machine.plan)
+    wanted = ActionPlan(
+        action=action,
+        project_id=op.project.project_id,
+        machine_id=machine.id,
+        provider=machine.provider,
+        instance_id=machine.instance_id,
+        worst_case_usd=usd(worst),
+        rate_usd_hr=rate,
+        storage_usd_hr=storage,
+        gpu=machine.gpu,
+        gpu_count=machine.gpu_count or None,
+        deadline_at=timestamp(deadline_at),
+        old_deadline_at=machine.deadline_at,
+        whose_machine=None if made is None else made.whose_machine,
+        secrets=() if made is None else made.secrets,
+        measured_at=timestamp(now),
+        expires_at=timestamp(now + APPROVABLE),
+    )
+    name = actions.freeze(op.project, wanted)
+    _, frozen = actions.load(op.project, name)
+    assert isinstance(frozen, ActionPlan)
+    return frozen
+
+
+def _rates(op: Operator, machine: Machine) -> tuple[Decimal, Decimal]:
+    """(running, stopped) in USD an hour as the provider shows them now, by the dearer reading."""
+    seen = op.reader(machine.provider).machine(machine.instance_id) if machine.instance_id is not None else None
+    if seen is None:
+        raise InstanceAbsent(provider=machine.provider, instance_id=machine.instance_id or machine.id)
+    rates = [rate for rate in (seen.rate_usd_hr, machine.rate_usd_hr) if rate]
+    storages = [rate for rate in (seen.storage_usd_hr, machine.storage_usd_hr) if rate is not None]
+    return max(rates, default=Decimal(0)), max(storages, default=Decimal(0))
+
+
+def _buys_s(money_usd: Decimal | None, rate: Decimal, fixed_usd: Decimal) -> float | None:
+    if money_usd is None or rate <= 0:
+        return None
+    left = money_usd - fixed_usd - Decimal(str(fuse.START_GRACE.total_seconds())) / _HOUR_S * rate
+    return float(max(Decimal(0), left) / rate * _HOUR_S)
+
+
+def _ceiling_s(op: Operator) -> float | None:
+    limit = op.policy().ceilings["deadline_h"]
+    return None if limit is None else float(limit) * 3600
+
+
+def _grace_hours(op: Operator, machine: Machine) -> Decimal:
+    made = plan.find(op.project, machine.plan)
+    seconds = STORAGE_GRACE_S if made is None else made.storage_grace_s
+    return Decimal(str(seconds)) / _HOUR_S

@@ -1,0 +1,1 @@
+"""Each second and byte of a machine, booked once."""

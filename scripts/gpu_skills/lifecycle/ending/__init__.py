@@ -1,0 +1,1 @@
+"""Stopping and destroying, each called so only once it is seen."""

@@ -1,0 +1,1 @@
+"""What ends the billing when nobody else does: the fuse on the machine, the sentinel beside it, and their proofs."""

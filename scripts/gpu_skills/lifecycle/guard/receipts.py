@@ -1,0 +1,157 @@
+"""Receipts of sentinel passes: proof that somebody outside the machine watches its deadline.
+
+Every pass leaves one in the user's state directory, and where `--receipt` says: a file or an `s3://bucket/key`. A
+machine whose own key is not proven to end its billing is made only while a fresh one can be shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from gpu_skills.clock import parse_timestamp
+from gpu_skills.errors import GpuError, MissingProgram, NotWritable, StateError, Unavailable, Unguarded, UsageError
+from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.state import files
+from gpu_skills.units import format_duration
+
+MAX_AGE = timedelta(hours=1)
+# Another host's clock may be a little ahead of ours; further ahead than this is no receipt of the past hour.
+CLOCK_SKEW = timedelta(minutes=2)
+MAX_BYTES = 4 << 20
+S3 = "s3://"
+
+
+def require_recent(op: Operator, provider: str, rights: Literal["stop", "destroy"] = "stop") -> None:
+    """Unguarded, unless a machine's key was proven to end billing on this account, or a pass ended within the hour.
+
+    To be asked before each create. rights: what the fuse of the machine is going to do. Only complete passes over this
+    very provider, account and project count.
+    """
+    from gpu_skills.lifecycle.guard import keyproof
+
+    account = op.account(provider)
+    if keyproof.last(op, provider, account, rights) == "proven":
+        return
+    reasons = []
+    for place in places(op, provider, account):
+        try:
+            problem = why_not(read(place), provider, account, op.project.project_id, op.clock.now())
+        except GpuError as exc:
+            problem = exc.message
+        if problem is None:
+            return
+        reasons.append(f"{place}: {problem}" if reasons else problem)
+    raise Unguarded(provider=provider, reason="; ".join(reasons)[:500])
+
+
+def places(op: Operator, provider: str, account: str) -> list[str]:
+    """Where receipts may be: this user's own first, then those that the policy names."""
+    own = own_path(op.user_state, provider, account, op.project.project_id)
+    return [str(own), *op.policy().sentinel_receipts]
+
+
+def own_path(user_state: Path, provider: str, account: str, project_id: str) -> Path:
+    """The receipt of the last pass of this user."""
+    mark = hashlib.sha256(f"{provider}\0{account}\0{project_id}".encode()).hexdigest()[:16]
+    return user_state / "sentinel" / f"{provider}-{mark}.json"
+
+
+def why_not(receipt: Any, provider: str, account: str, project_id: str, now: datetime) -> str | None:
+    """Why this is no receipt that counts here; None: it counts. Pure."""
+    if receipt is None:
+        return "no pass of the sentinel is on record"
+    if not isinstance(receipt, Mapping):
+        return "it is no receipt of a pass"
+    for name, wanted in (("provider", provider), ("account", account), ("project_id", project_id)):
+        if receipt.get(name) != wanted:
+            return f"its {name} is another one"
+    if receipt.get("complete") is not True:
+        return "its last pass was not complete"
+    try:
+        ended_at = parse_timestamp(str(receipt.get("ended_at")))
+    except (ValueError, OverflowError):
+        return "it does not say when its pass ended"
+    age = now - ended_at
+    if age < -CLOCK_SKEW:
+        return "its pass ended in the future"
+    if age >= MAX_AGE:
+        return f"its last pass was {format_duration(age.total_seconds())} ago"
+    return None
+
+
+# where they are -------------------------------------------------------------------------------------------------------
+
+
+def read(place: str) -> Any:
+    """What a receipt says, None when there is none. StateError or ProviderError kinds when it cannot be read."""
+    if not place.startswith(S3):
+        return files.read_json(_path(place), max_bytes=MAX_BYTES, default=None)
+    bucket, key = _s3_parts(place)
+    client, missing = _s3(place)
+    try:
+        answer = client.get_object(Bucket=bucket, Key=key)
+        raw = answer["Body"].read(MAX_BYTES + 1)
+    except missing:
+        return None
+    except Exception as exc:
+        raise Unavailable(f"{place} cannot be read: {_said(exc)}", next_step=f"aws s3 cp {place} -") from exc
+    if len(raw) > MAX_BYTES:
+        raise StateError(file=place, at="", problem="found more than 4 MB, allowed is a receipt")
+    return files.parse(raw, Path(key))
+
+
+def write(place: str, receipt: Mapping[str, Any]) -> None:
+    """Replace the receipt at a place."""
+    content = files.dumps_pretty(receipt)
+    if not place.startswith(S3):
+        path = _path(place)
+        if not path.parent.is_dir():
+            raise NotWritable(path=place, reason="there is no such folder")
+        files.commit(path, content)
+        return
+    bucket, key = _s3_parts(place)
+    client, _ = _s3(place)
+    try:
+        client.put_object(Bucket=bucket, Key=key, Body=content, ContentType="application/json")
+    except Exception as exc:
+        raise Unavailable(f"{place} cannot be written: {_said(exc)}", next_step="gpu sentinel --help") from exc
+
+
+def _path(place: str) -> Path:
+    try:
+        return Path(place).expanduser()
+    except RuntimeError as exc:  # `~` of a user without a home
+        raise UsageError(f"{place[:200]!r} names no place here", next_step="gpu sentinel --help") from exc
+
+
+def _s3_parts(place: str) -> tuple[str, str]:
+    bucket, _, key = place.removeprefix(S3).partition("/")
+    if not bucket or not key:
+        raise UsageError(f"{place[:200]!r} is no object; write s3://BUCKET/KEY", next_step="gpu sentinel --help")
+    return bucket, key
+
+
+def _s3(place: str) -> tuple[Any, type[Exception]]:
+    """A client with what the environment holds for it, and the error that says that there is no object."""
+    try:
+        import boto3
+        from boto3.session import Config  # botocore's, which boto3 brings along
+    except ImportError as exc:
+        raise MissingProgram(
+            f"{place} needs the Python package boto3, which is not installed here",
+            next_step="install boto3, or keep the receipt in a file",
+        ) from exc
+    settings = Config(connect_timeout=10, read_timeout=30, retries={"max_attempts": 3})
+    try:
+        client = boto3.client("s3", config=settings)
+    except Exception as exc:
+        raise Unavailable(f"{place} cannot be reached: {_said(exc)}", next_step="gpu sentinel --help") from exc
+    return client, client.exceptions.NoSuchKey
+
+
+def _said(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {exc}"[:200]

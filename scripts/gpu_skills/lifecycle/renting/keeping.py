@@ -1,0 +1,335 @@
+"""What lets a rented machine live longer, or keeps hands off it: extend, hold, protect. What it costs: changes.py.
+
+An extension moves three things, in this order, and reads each back: the deadline in the label, which sentinels go by;
+the deadline that the machine's own fuse goes by; the end of the session there. Until the fuse has told the new one,
+the old one may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from decimal import Decimal
+
+from gpu_skills.clock import parse_timestamp, timestamp
+from gpu_skills.errors import GpuError, Protected, Refused, UnexpectedReply
+from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.lifecycle.approval import actions, approval_record, approvals
+from gpu_skills.lifecycle.approval.actions import ActionPlan
+from gpu_skills.lifecycle.approval.approvals import Approval
+from gpu_skills.lifecycle.ending import ownership, release
+from gpu_skills.lifecycle.labels import Label
+from gpu_skills.lifecycle.machines import Machine
+from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.providers.base import Machine as Instance
+from gpu_skills.state import budget
+
+ASKED_FOR = timedelta(hours=1)
+HELD_UNTIL = "held_until"
+
+
+@dataclass(frozen=True)
+class Extended:
+    """deadlines: what a sentinel elsewhere has to be told with --deadlines, where the label could not be changed."""
+
+    machine: Machine
+    deadline_at: datetime
+    deadlines: dict[str, str]
+
+
+# asking -------------------------------------------------------------------------------------------------------------
+
+
+def start_plan(op: Operator, machine: Machine, *, lasts_s: float | None, session_usd: Decimal | None) -> ActionPlan:
+    """To start a stopped machine, as priced now; one that was allowed already and is no dearer goes before."""
+    from gpu_skills.lifecycle.approval import changes
+
+    machine = release.current(op, machine)
+    if machine.status != "stopped":
+        step = f"gpu machine show {machine.id}"
+        raise Refused(f"{machine.id} is {machine.status}: only one that is stopped can be started", next_step=step)
+    fresh = changes.start_plan(op, machine, lasts_s=lasts_s, session_usd=session_usd)
+    known = allowed(op, "start", machine, lambda plan: _lasts_s(plan) == _lasts_s(fresh) and _is_no_dearer(fresh, plan))
+    return known or fresh
+
+
+def extension_plan(op: Operator, machine: Machine, more_s: float) -> ActionPlan:
+    """To move the deadline by more_s, as priced now; one that was allowed already and is no dearer goes before.
+
+    Refused for what does not run. One that was begun and is not over is gone on with.
+    """
+    from gpu_skills.lifecycle.approval import changes
+
+    machine, _, _ = _running(op, machine, "extended")
+    if machine.deadline_at is None:
+        raise Refused(f"{machine.id} has no deadline to extend", next_step=f"gpu machine show {machine.id}")
+    is_under_way = any(
+        intent.action == "extend" and intent.machine_id == machine.id and intent.is_open
+        for intent in intents.read(op.project).values()
+    )
+    begun = allowed(op, "extend", machine, lambda plan: plan.deadline_at == machine.deadline_at)
+    if is_under_way and begun is not None:
+        return begun
+    until = parse_timestamp(machine.deadline_at) + timedelta(seconds=int(more_s))
+    fresh = changes.extend_plan(op, machine, until)
+
+    def is_the_same(plan: ActionPlan) -> bool:
+        times = (plan.old_deadline_at, plan.deadline_at) == (fresh.old_deadline_at, fresh.deadline_at)
+        return times and _is_no_dearer(fresh, plan)
+
+    return allowed(op, "extend", machine, is_the_same) or fresh
+
+
+def _lasts_s(plan: ActionPlan) -> float | None:
+    if plan.deadline_at is None or plan.measured_at is None:
+        return None
+    return (parse_timestamp(plan.deadline_at) - parse_timestamp(plan.measured_at)).total_seconds()
+
+
+def _is_no_dearer(now: ActionPlan, then: ActionPlan) -> bool:
+    return (now.rate_usd_hr or Decimal(0)) <= (then.rate_usd_hr or Decimal(0))
+
+
+# extending ----------------------------------------------------------------------------------------------------------
+
+
+def extend(op: Operator, plan: ActionPlan, approval: Approval) -> Extended:
+    """Move the deadline as approved. Repeating after a crash goes on; what was moved already stays.
+
+    Raises OverCeiling before anything is changed, and FuseMissing or FuseSilent when the machine does not take it
+    over: then the old deadline may hold.
+    """
+    assert plan.deadline_at is not None
+    deadline_at = parse_timestamp(plan.deadline_at)
+    with runs.working_on(op, approval.id):
+        machine = machines.find(op.project, plan.machine_id)
+        if machine is None:
+            raise Refused(f"{plan.machine_id} is not on record any more", next_step="gpu machine ls")
+        machine, seen, label = _running(op, machine, "extended")
+        with closing(op.connect(machine)) as link:
+            approvals.use(op, approval, plan.ask())
+            intent = labels.action_intent(approval.id, "extend", machine.id)
+            _reserve(op, machine, plan, intent, deadline_at)
+            intents.begin(
+                op.project,
+                op.clock,
+                "extend",
+                intent,
+                provider=machine.provider,
+                account=machine.account,
+                machine_id=machine.id,
+                instance_id=machine.instance_id,
+                approval_id=approval.id,
+                label=str(label.with_deadline(deadline_at)),
+                details={"deadline_at": plan.deadline_at},
+            )
+            shown = _relabel(op, machine, seen, label.with_deadline(deadline_at))
+            _move_on_machine(op, machine, link, deadline_at)
+
+            def moved(found: Machine) -> Machine:
+                return replace(found, deadline_at=plan.deadline_at, label=shown)
+
+            machine = machines.update(op.project, machine.id, moved, clock=op.clock)
+            intents.close(op.project, op.clock, intent, "done")
+        approvals.finish(op, approval)
+        approvals.note_used(op, approval)
+    is_in_label = shown == str(label.with_deadline(deadline_at))
+    deadlines = {} if is_in_label else {str(machine.intent): plan.deadline_at}
+    return Extended(machine, deadline_at, deadlines)
+
+
+def _running(op: Operator, machine: Machine, what: str) -> tuple[Machine, Instance, Label]:
+    """A machine of ours that the provider shows running, and the label it has there."""
+    machine = release.current(op, machine)
+    if machine.status not in ("ready", "busy"):
+        step = f"gpu machine start {machine.id}" if machine.status == "stopped" else f"gpu machine show {machine.id}"
+        raise Refused(f"{machine.id} is {machine.status}: only one that runs can be {what}", next_step=step)
+    seen = release.look(op, machine)
+    if seen is None or seen.status != "running":
+        shown = "nothing of it" if seen is None else seen.status
+        raise Refused(f"{machine.provider} shows {shown} for {machine.id}", next_step="gpu reconcile")
+    return machine, seen, ownership.require_ours(op, machine, seen)
+
+
+def _reserve(op: Operator, machine: Machine, plan: ActionPlan, intent: str, deadline_at: datetime) -> None:
+    left_h = Decimal(str((deadline_at - op.clock.now()).total_seconds())) / 3600
+    budget.reserve(
+        op.project,
+        op.ledger,
+        op.clock,
+        op.policy(),
+        intent=intent,
+        account=op.account(machine.provider),
+        provider=machine.provider,
+        cost_usd=plan.worst_case_usd,
+        rate_usd_hr=plan.rate_usd_hr or machine.rate_usd_hr,
+        deadline_h=max(left_h, Decimal(0)),
+        job_id=budget.job_on(op.project, machine.id, op.environ),
+        session=runs.session_of(op, machine),
+        machine_id=machine.id,
+        machines=0,
+        environ=op.environ,
+    )
+
+
+def _relabel(op: Operator, machine: Machine, seen: Instance, label: Label) -> str:
+    """The label as the provider shows it afterwards. Left alone where changing it could reset what runs."""
+    if not op.reader(machine.provider).traits.relabel_is_safe:
+        return str(seen.label)
+    if seen.label != str(label):
+        op.writer(machine.provider).set_label(str(machine.instance_id), str(label))
+    again = release.look(op, machine)
+    if again is None or again.label != str(label):
+        found = None if again is None else again.label
+        reason = f"it shows {found!r}, {label} was wanted"[:300]
+        raise UnexpectedReply(provider=machine.provider, what="label", reason=reason)
+    return str(again.label)
+
+
+def _move_on_machine(op: Operator, machine: Machine, link: object, deadline_at: datetime) -> None:
+    from gpu_skills.lifecycle.guard import fuse
+
+    fuse.set_deadline(link, machine, deadline_at, clock=op.clock)
+    session = machine.session or {}
+    machines.open_rented_session(
+        op.project,
+        link,
+        clock=op.clock,
+        deadline_at=fuse.session_deadline(deadline_at),
+        reason=str(session.get("deadline_reason") or "max_lifetime"),
+        idle_timeout_s=session.get("idle_timeout_s"),
+        is_moved=True,
+    )
+
+
+def allowed(
+    op: Operator, action: actions.Action, machine: Machine, fits: Callable[[ActionPlan], bool] = lambda plan: True
+) -> ActionPlan | None:
+    """The newest frozen plan to do this to this machine that somebody has said yes to and that is not used up.
+
+    A command that was refused for want of a yes froze one; called again after the yes, it goes on with that.
+    """
+    for name in approval_record.plans_named(op.project):
+        try:
+            plan = _as_frozen(op, name)
+            if plan.action == action and plan.machine_id == machine.id and fits(plan):
+                approvals.find(op, plan.ask())
+                return plan
+        except GpuError:  # another kind of plan, a damaged one, or one whose yes does not hold
+            continue
+    return None
+
+
+def _as_frozen(op: Operator, name: str) -> ActionPlan:
+    _, plan = actions.load(op.project, name)
+    if not isinstance(plan, ActionPlan):
+        raise Refused(f"plan {name[:12]} rents a machine", next_step="gpu machine --help")
+    return plan
+
+
+# holding and protecting ---------------------------------------------------------------------------------------------
+
+
+def hold(op: Operator, machine: Machine, until: datetime) -> Machine:
+    """Keep a machine for review: neither idleness nor the end of its job ends it before. Its deadline still does."""
+    machine, _, _ = _running(op, machine, "held")
+    deadline_at = parse_timestamp(machine.deadline_at) if machine.deadline_at else None
+    until = until if deadline_at is None else min(until, deadline_at)
+    left_s = (until - op.clock.now()).total_seconds()
+    with closing(op.connect(machine)) as link:
+        current = link.session.call("session", {"project": op.project.project_id})["session"] or {}
+        idle_s, reason = current.get("idle_timeout_s"), str(current.get("deadline_reason") or "max_lifetime")
+        is_review = reason == "hold_for"  # the machine counts the review of its job itself
+        if current.get("expired_at") is None and (idle_s is not None or is_review):
+            ends = timestamp(until) if is_review else current.get("deadline_at")
+            machines.open_rented_session(
+                op.project,
+                link,
+                clock=op.clock,
+                deadline_at=parse_timestamp(ends) if isinstance(ends, str) else None,
+                reason=reason,
+                idle_timeout_s=None if idle_s is None else max(float(idle_s), left_s),
+                is_moved=True,
+            )
+    intents.observe(op.project, op.clock, "held", machine_id=machine.id, details={"until": timestamp(until)})
+    return _with_extra(op, machine, HELD_UNTIL, timestamp(until))
+
+
+def let_go(op: Operator, machine: Machine) -> Machine:
+    """End a hold. What is due then happens when somebody looks next."""
+    intents.observe(op.project, op.clock, "hold_ended", machine_id=machine.id)
+    return _with_extra(op, release.current(op, machine), HELD_UNTIL, None)
+
+
+def held_until(machine: Machine, now: datetime) -> datetime | None:
+    """When the hold of a machine ends; None: it is not held now."""
+    text = machine.extra.get(HELD_UNTIL)
+    try:
+        until = parse_timestamp(text) if isinstance(text, str) else None
+    except (ValueError, OverflowError):
+        return None
+    return until if until is not None and now < until else None
+
+
+def _with_extra(op: Operator, machine: Machine, key: str, value: str | None) -> Machine:
+    def changed(found: Machine) -> Machine:
+        kept = {name: old for name, old in found.extra.items() if name != key}
+        return replace(found, extra=kept if value is None else {**kept, key: value})
+
+    return machines.update(op.project, machine.id, changed, clock=op.clock)
+
+
+def protect(op: Operator, machine: Machine) -> Machine:
+    """From now on ending it takes an approval that names it."""
+    return _mark(op, machine, lambda c: tuple(dict.fromkeys((*c, ownership.PROTECTED))), None)
+
+
+def unprotect_plan(op: Operator, machine: Machine) -> ActionPlan:
+    """What a person is asked before the protection goes: the one that was allowed already, or a new one, frozen."""
+    known = allowed(op, "unprotect", machine)
+    if known is not None:
+        return known
+    now = op.clock.now()
+    wanted = ActionPlan(
+        "unprotect",
+        op.project.project_id,
+        machine.id,
+        machine.provider,
+        machine.instance_id,
+        measured_at=timestamp(now),
+        expires_at=timestamp(now + ASKED_FOR),
+    )
+    return _as_frozen(op, actions.freeze(op.project, wanted))
+
+
+def unprotect(op: Operator, machine: Machine, approval: Approval) -> Machine:
+    """Take the protection away, with a yes that names the machine."""
+    machine = release.current(op, machine)
+    plan = _as_frozen(op, approval.plan_sha256)
+    if plan.action != "unprotect" or plan.machine_id != machine.id:
+        raise Protected(machine=machine.id)
+    approvals.use(op, approval, plan.ask())
+    machine = _mark(op, machine, lambda c: tuple(x for x in c if x != ownership.PROTECTED), approval.id)
+    approvals.finish(op, approval)
+    approvals.note_used(op, approval)
+    return machine
+
+
+def _mark(
+    op: Operator, machine: Machine, change: Callable[[tuple[str, ...]], tuple[str, ...]], approval_id: str | None
+) -> Machine:
+    machine = release.current(op, machine)
+    if machine.status in states.FINAL:
+        raise Refused(f"{machine.id} is {machine.status}", next_step="gpu machine ls")
+    intent = intents.new_id()
+    intents.begin(
+        op.project, op.clock, "protect", intent, provider=machine.provider, machine_id=machine.id,
+        approval_id=approval_id, details={"is_protected": ownership.PROTECTED in change(machine.conditions)},
+    )  # fmt: skip
+    machine = machines.update(
+        op.project, machine.id, lambda m: replace(m, conditions=change(m.conditions)), clock=op.clock
+    )
+    intents.close(op.project, op.clock, intent, "done")
+    return machine
