@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "scripts" / "gpu_skills"
 # From the ground up. On one line nobody imports its neighbour, except on the ground.
 GROUND = {
     "errors", "units", "clock", "doors", "resources", "userdirs", "schemas", "strict_yaml", "config", "credentials",
-    "bootstrap", "redaction",
+    "bootstrap", "redaction", "wire",
 }  # fmt: skip
 LAYERS = [
     GROUND,
@@ -154,7 +154,7 @@ ALLOWED = {
     ("remote/upload.py", "write"): "links to the files to send, in a temporary folder, for rsync to follow",
     ("remote/download.py", "write"): "outputs on their way into the destination, which the machine cannot name",
     ("remote/destination.py", "write"): "the one place that puts verified outputs into the destination",
-    ("providers/wire.py", "network"): "the wire behind the door send",
+    ("wire.py", "network"): "the wire behind the door send",
     ("providers/limits.py", "write"): "when each endpoint was last asked, under a lock: advice, no record",
     ("state/ledger.py", "write"): "the empty folder of a job, which is how its number is taken",
     ("state/query.py", "process"): "a jq program that must not see our environment",

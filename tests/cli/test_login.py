@@ -15,7 +15,7 @@ from fake_clock import FakeClock
 from gpu_skills import credentials
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.main import run
-from gpu_skills.providers.wire import Answer, Call, NotSent, Unanswered
+from gpu_skills.wire import Answer, Call, NotSent, Unanswered
 from providers.wires import answer
 
 TOKEN = "hf_madeUpForThisTest0123"

@@ -10,8 +10,8 @@ import pytest
 from fake_clock import FakeClock
 from gpu_skills.errors import MachineLacks
 from gpu_skills.lifecycle import memory
-from gpu_skills.providers.wire import Answer, Call, NotSent
 from gpu_skills.state import project as projects
+from gpu_skills.wire import Answer, Call, NotSent
 from providers.replies import gpu_type, vast_offer
 from providers.wires import KEY, answer
 

@@ -61,7 +61,7 @@ OF_INSTANCES: dict[str, dict[str, Any]] = {
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is waited for in real time: a log that stays open, an answer that is late."""
     monkeypatch.setattr("gpu_skills.providers.runpod.reader._LOG_STREAM_S", 0.03)
-    monkeypatch.setattr("gpu_skills.providers.wire.READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("gpu_skills.wire.READ_TIMEOUT_S", 0.3)
 
 
 def test_no_fault_and_no_call_of_a_life_is_left_out(rig: Any) -> None:

@@ -85,7 +85,7 @@ def test_a_create_that_answers_after_we_gave_up_waiting_is_found_by_its_label(ri
     play_machines(r)
     guarded(r)
     given = approved(r)
-    monkeypatch.setattr("gpu_skills.providers.wire.READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("gpu_skills.wire.READ_TIMEOUT_S", 0.3)
     r.fault("slow", seconds=0.8)
     got = provision.provision(r.op, *given)
     assert r.creates == 1 and len(alive(r)) == 1 and got.machine.status == "ready"

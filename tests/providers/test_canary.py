@@ -19,8 +19,8 @@ from gpu_skills.errors import GpuError
 from gpu_skills.providers.base import RegistryLogin, Requirements
 from gpu_skills.providers.runpod import RunpodReader, RunpodWriter, connect_runpod
 from gpu_skills.providers.vast import VastReader, VastWriter, connect_vast
-from gpu_skills.providers.wire import Answer, Call, Unanswered
 from gpu_skills.state import project as projects
+from gpu_skills.wire import Answer, Call, Unanswered
 from providers.replies import gpu_type, pod, vast_instance, vast_offer, vast_page
 from providers.test_runpod import SPEC as RUNPOD_SPEC
 from providers.test_vast_reader import WHEN

@@ -17,7 +17,7 @@ from gpu_skills.providers.runpod import RunpodReader, RunpodWriter
 from gpu_skills.providers.runpod.offers import read_offer as read_gpu_type
 from gpu_skills.providers.vast import VastReader, VastWriter
 from gpu_skills.providers.vast.offers import read_offer
-from gpu_skills.providers.wire import Answer, NotSent, Unanswered
+from gpu_skills.wire import Answer, NotSent, Unanswered
 from providers.replies import gpu_type, pod, vast_instance, vast_offer, vast_page
 from providers.test_runpod import SPEC as RUNPOD_SPEC
 from providers.test_vast_writer import SPEC as VAST_SPEC

@@ -17,11 +17,11 @@ import urllib3
 
 from fake_clock import FakeClock
 from gpu_skills import doors
+from gpu_skills import wire as wire_module
 from gpu_skills.credentials import Credential
 from gpu_skills.errors import DestinationRefused, NetworkDenied, RateLimited, Unavailable, UnexpectedReply
-from gpu_skills.providers import wire as wire_module
 from gpu_skills.providers.http import Http, origin_for
-from gpu_skills.providers.wire import Answer, Call, NotSent, RequestsWire, Unanswered, classified, parse_json
+from gpu_skills.wire import Answer, Call, NotSent, RequestsWire, Unanswered, classified, parse_json
 from providers.wires import KEY, Script, answer
 
 SANDBOX_KEY = Credential("vast", "sbx_madeUpForTests", "test")

@@ -31,7 +31,7 @@ from gpu_skills.providers.runpod import RunpodReader, RunpodWriter
 from gpu_skills.providers.runpod.machines import read_machine
 from gpu_skills.providers.runpod.offers import read_offer
 from gpu_skills.providers.runpod.pricing import network_usd_hr, running_usd_hr, stopped_usd_hr, volume_gb
-from gpu_skills.providers.wire import NotSent, Unanswered
+from gpu_skills.wire import NotSent, Unanswered
 from providers.replies import gpu_type, pod
 from providers.wires import KEY, Script, answer, runpod
 

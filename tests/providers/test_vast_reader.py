@@ -22,7 +22,7 @@ from gpu_skills.providers.base import Requirements
 from gpu_skills.providers.vast import VastReader
 from gpu_skills.providers.vast.machines import read_machine
 from gpu_skills.providers.vast.offers import question, read_offer
-from gpu_skills.providers.wire import Unanswered
+from gpu_skills.wire import Unanswered
 from providers.replies import vast_instance, vast_offer, vast_page
 from providers.wires import Script, answer, vast
 

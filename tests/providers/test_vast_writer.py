@@ -25,7 +25,7 @@ from gpu_skills.errors import (
 from gpu_skills.providers.base import MachineSpec, RegistryLogin, Requirements
 from gpu_skills.providers.vast import VastWriter
 from gpu_skills.providers.vast.offers import read_offer
-from gpu_skills.providers.wire import NotSent, Unanswered
+from gpu_skills.wire import NotSent, Unanswered
 from providers.replies import vast_offer
 from providers.wires import KEY, Script, answer, vast
 

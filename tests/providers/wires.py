@@ -13,7 +13,7 @@ from gpu_skills.providers.runpod import connect_runpod
 from gpu_skills.providers.runpod.client import RunpodClient
 from gpu_skills.providers.vast import connect_vast
 from gpu_skills.providers.vast.client import VastClient
-from gpu_skills.providers.wire import Answer, Call
+from gpu_skills.wire import Answer, Call
 
 KEY = "madeUpKeyForTests0123456789"
 VAST_KEY = Credential("vast", KEY, "VAST_API_KEY")

@@ -27,7 +27,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from gpu_skills.clock import Clock
 from gpu_skills.credentials import Credential
 from gpu_skills.errors import DestinationRefused, NetworkDenied, RateLimited, Unavailable, UnexpectedReply, one_line
-from gpu_skills.providers.wire import MAX_BODY_BYTES, Answer, Call, NotSent, RequestsWire, Unanswered, Wire, send
+from gpu_skills.wire import MAX_BODY_BYTES, Answer, Call, NotSent, RequestsWire, Unanswered, Wire, send
 
 if TYPE_CHECKING:
     from gpu_skills.providers.limits import Limiter

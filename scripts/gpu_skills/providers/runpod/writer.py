@@ -11,7 +11,7 @@ from gpu_skills.providers.runpod.client import CLEAR_REFUSALS, NAME, RunpodClien
 from gpu_skills.providers.runpod.offers import CLOUD, check_locations
 from gpu_skills.providers.runpod.pricing import CONTAINER_DISK_GB, network_usd_hr, volume_gb
 from gpu_skills.providers.runpod.reader import TRAITS, RunpodReader, checked_id
-from gpu_skills.providers.wire import Unanswered
+from gpu_skills.wire import Unanswered
 
 
 class RunpodWriter:

@@ -24,7 +24,7 @@ from gpu_skills.errors import (
 from gpu_skills.providers import fields
 from gpu_skills.providers.http import Http
 from gpu_skills.providers.limits import Limit
-from gpu_skills.providers.wire import Answer, Unanswered
+from gpu_skills.wire import Answer, Unanswered
 
 NAME = "vast"
 VENDOR = "https://console.vast.ai"

@@ -10,7 +10,7 @@ from gpu_skills.credentials import Credential
 from gpu_skills.providers.http import Http, origin_for
 from gpu_skills.providers.limits import Limiter
 from gpu_skills.providers.vast.client import LIMITS, NAME, URL_VARIABLE, VENDOR, VastClient
-from gpu_skills.providers.wire import Wire
+from gpu_skills.wire import Wire
 
 
 def connect_vast(

@@ -10,7 +10,7 @@ from gpu_skills.providers.base import CreateOutcome, MachineSpec
 from gpu_skills.providers.vast.client import NAME, VastClient
 from gpu_skills.providers.vast.offers import MIN_DISK_GB
 from gpu_skills.providers.vast.reader import TRAITS
-from gpu_skills.providers.wire import Unanswered
+from gpu_skills.wire import Unanswered
 
 
 class VastWriter:
