@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from gpu_skills.clock import timestamp
+from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import JobNotFound, JobRunning, NotCollected, Unreachable
-from gpu_skills.jobs import gone
+from gpu_skills.jobs import disposable, gone, launch
 from gpu_skills.jobs import release as jobs_release
 from gpu_skills.jobs.pack import pack
 from gpu_skills.jobs.records import START_REFUSED, JobFolder
 from gpu_skills.jobs.submit import send
-from gpu_skills.lifecycle import intents, machines
+from gpu_skills.lifecycle import intents, machines, runs, states
 from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.recovery import reconcile
+from gpu_skills.lifecycle.renting import provision
 from remote.runner_client import eventually
 from rented import rent
+from renting import approved, guarded, play_machines
 from renting import rent as rent_planned
 from run_by_hand import ByHand
 
 both = pytest.mark.parametrize("vendor", ["vast", "runpod"])
+pytestmark = pytest.mark.subprocess
 
 
 def a_job(r: Any, machine: Any, *, sent: bool = True, ended: bool = True, **end: Any) -> str:
@@ -122,7 +126,6 @@ def test_a_machine_taken_back_is_not_stopped_where_that_wipes_it(rig):
     assert r.burning()
 
 
-@pytest.mark.subprocess
 def test_a_machine_that_answers_is_asked_for_jobs_that_no_record_names(rig):
     r = rig("vast", real=True)
     got = rent_planned(r, machine_class="project")
@@ -159,3 +162,53 @@ def test_a_machine_that_answers_is_asked_for_jobs_that_no_record_names(rig):
     assert isinstance(unknown, NotCollected)
     link.session.call("cancel", {"project": r.project.project_id, "job": "J-000002", "why": "user", "wait_s": 5})
     link.close()
+
+
+def a_launch(r: Any) -> tuple[launch.Launch, Any]:
+    """A job's own machine, rented by its plan."""
+    play_machines(r)
+    guarded(r)
+    name, plan, approval = approved(r)
+    begun = launch.begin(r.project, r.op.ledger, r.clock, name, launch.Limits(0.0, plan.deadline_s, None), approval.id)
+    return begun, provision.provision(r.op, name, plan, approval).machine
+
+
+def without_record(r: Any, machine: Any) -> None:
+    """Somebody took its line out of machines.json."""
+    path = r.project.path("machines.json")
+    path.write_text(json.dumps([one for one in json.loads(path.read_text()) if one["id"] != machine.id]))
+
+
+@both
+def test_a_launch_whose_machine_lost_its_record_is_not_over_while_it_bills(rig, vendor, monkeypatch):
+    r = rig(vendor, containers=False)
+    begun, machine = a_launch(r)
+    without_record(r, machine)
+    with monkeypatch.context() as blind:  # no look, or one that shows nothing
+        blind.setattr(reconcile, "run", lambda *args, **more: None)
+        assert disposable.end_machines(r.op, begun, why="cancelled") == "terminating"
+    assert r.burning() and launch.find(r.project, begun.plan).ended_at is None
+    assert disposable.end_machines(r.op, begun, why="cancelled") == "destroyed"
+    assert not r.burning() and launch.find(r.project, begun.plan).ended_at
+
+
+def test_a_machine_that_is_gone_with_its_record_is_ended_like_any_other(rig):
+    r = rig("vast", containers=False)
+    begun, machine = a_launch(r)
+    without_record(r, machine)
+    r.writer.destroy(machine.instance_id)
+    r.clock.sleep(30)
+    while disposable.end_machines(r.op, begun, why="cancelled") != "destroyed":
+        assert r.clock.now() < parse_timestamp(machine.deadline_at)
+        r.clock.sleep(60)
+    assert machines.find(r.project, machine.id).status in states.FINAL and launch.find(r.project, begun.plan).ended_at
+
+
+def test_a_launch_whose_run_is_lost_names_the_machine_that_it_made(rig):
+    r = rig("vast", containers=False)
+    begun, machine = a_launch(r)
+    (runs.folder(r.op, begun.approval_id) / f"{begun.approval_id}.json").unlink()
+    with pytest.raises(disposable.MachineUnconfirmed) as caught:
+        disposable.end_machines(r.op, begun, why="cancelled")
+    assert caught.value.next_step == f"gpu machine destroy {machine.id}"
+    assert launch.find(r.project, begun.plan).ended_at is None

@@ -267,7 +267,7 @@ def rent(op: Operator, launched: Launch, found: Plan, approval: Approval) -> tup
         except StateBusy:
             raise
         except GpuError:
-            if not may_bill(op, launched):
+            if not may_bill(op, launched) and _is_settled(op, launched):
                 launch.end(op.project, op.clock, launched.plan)
             raise
         machine, link = provisioned.machine, provisioned.link
@@ -279,6 +279,17 @@ def may_bill(op: Operator, launched: Launch) -> bool:
     """Whether something of this launch's approval is, or may be, at the provider."""
     run = runs.load(op, launched.approval_id) if launched.approval_id else None
     return run is not None and any(a.result != "refused" and not a.is_over for a in run.attempts)
+
+
+def _is_settled(op: Operator, launched: Launch) -> bool:
+    """Whether nothing stays reserved for it, as far as that can be written down now."""
+    from gpu_skills.lifecycle.books import accounting
+
+    run = runs.load(op, launched.approval_id) if launched.approval_id else None
+    try:
+        return run is None or accounting.settle_run(op, run)
+    except GpuError:
+        return False
 
 
 def submit(
@@ -426,19 +437,21 @@ def end_machines(op: Operator, launched: Launch, *, why: str, wait_s: float = DE
 
     run = runs.load(op, launched.approval_id) if launched.approval_id else None
     if run is None:
+        _require_nothing_begun(op, launched)
         launch.end(op.project, op.clock, launched.plan)
         return "destroyed"
     runs.require_ours(op, run)
     run = runs.update(op, run.approval_id, lambda one: replace(one, state="closed") if one.state == "open" else one)
-    if any(_is_unanswered(op, a) for a in run.attempts):
+    if any(_is_unclear(op, a) for a in run.attempts):
         reconcile.run(op, [run.provider])
+        run = runs.load(op, run.approval_id) or run
     left: list[str] = []
     for attempt in run.attempts:
         machine = machines.find(op.project, attempt.machine_id)
-        if machine is None or machine.status in states.FINAL:
+        if machine is not None and machine.status in states.FINAL:
             continue
-        if _is_unanswered(op, attempt) and machine.instance_id is None:
-            left.append(machine.id)
+        if machine is None or (machine.instance_id is None and _is_unanswered(op, attempt)):
+            left += [attempt.machine_id] if _is_unclear(op, attempt) else []
             continue
         try:
             state = release.destroy(op, machine, why=why, wait_s=wait_s)
@@ -450,11 +463,29 @@ def end_machines(op: Operator, launched: Launch, *, why: str, wait_s: float = DE
             ) from exc
         if state != "destroyed":
             left.append(machine.id)
-    if left:
+    if left or not accounting.settle_run(op, run):
         return "terminating"
-    accounting.settle_run(op, runs.load(op, run.approval_id))
     launch.end(op.project, op.clock, launched.plan)
     return "destroyed"
+
+
+def _require_nothing_begun(op: Operator, launched: Launch) -> None:
+    """MachineUnconfirmed for a machine whose record names an approval that no run is there of any more."""
+    for machine in machines.all_machines(op.project):
+        if machine.status not in states.FINAL and machine.extra.get("approval_id") == launched.approval_id is not None:
+            raise MachineUnconfirmed(
+                machine=machine.id,
+                job=launched.job,
+                reason=f"the run of approval {launched.approval_id} is not there any more",
+                next_step=f"gpu machine destroy {machine.id}",
+            )
+
+
+def _is_unclear(op: Operator, attempt: runs.Attempt) -> bool:
+    """It may have made a machine that nothing here names: its create was not answered, or its record is gone."""
+    if attempt.result == "refused" or attempt.is_over:
+        return False
+    return _is_unanswered(op, attempt) or machines.find(op.project, attempt.machine_id) is None
 
 
 def _is_unanswered(op: Operator, attempt: runs.Attempt) -> bool:

@@ -196,6 +196,7 @@ class _Pass:
         fresh = [seen for seen in found if seen.instance_id not in on_record]
         intent = intents.read(self.op.project).get(attempt.intent)
         is_open = attempt.result in (None, "unknown") and not attempt.is_over
+        is_unrecorded = attempt.result == "done" and not attempt.is_over and not on_record
         if fresh and is_open and not on_record:
             self._late(run, attempt, fresh)
         elif fresh and attempt.result == "done" and not on_record:
@@ -214,7 +215,7 @@ class _Pass:
                 self._say("twin", text, machine=twin, next_step=step, is_uncertain=True)
         elif is_open and on_record:
             self._catch_up(run, attempt, next(iter(on_record.values())))
-        elif is_open and intent is not None and intent.result == "done" and intent.instance_id:
+        elif (is_open or is_unrecorded) and intent is not None and intent.result == "done" and intent.instance_id:
             creation.record_created(self.op, run, attempt, intent.instance_id)
         elif is_open and intent is not None and intent.result == "refused":
             reason, code = intent.reason or "refused", intent.details.get("code")
