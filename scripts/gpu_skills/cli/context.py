@@ -62,7 +62,11 @@ class Context:
         self.sandbox = False
 
     def enter_sandbox(self) -> None:
-        """From here on: the sandbox's records, URLs and keys, and no key of the user's. Raises NoSandbox."""
+        """From here on: the sandbox's records, URLs and keys, and no key of the user's. Raises NoSandbox.
+
+        What a user's projects share of real accounts (money reserved, rights proven, approvals used) is kept apart too:
+        the sandbox has a user of its own, who goes with it.
+        """
         from gpu_skills.cli.sandbox import directory_of
         from gpu_skills.sandbox import client
 
@@ -70,10 +74,12 @@ class Context:
         own = {n: v for n, v in self.environ.items() if not n.startswith(("VAST_", "VASTAI_", "RUNPOD_"))}
         self.environ = {
             **own,
+            "XDG_STATE_HOME": str(running.user_home / ".local/state"),
             "VAST_URL": running.url,
             "RUNPOD_API_BASE_URL": running.url,
             **{f"{name.upper()}_API_KEY": key for name, key in running.keys.items()},
         }
+        self._account_home = running.user_home
         self.sandbox = True
 
     # the project and its records --------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from gpu_skills.errors import Failed, UsageError
 from gpu_skills.sandbox import processes
 
 INFO_NAME = "sandbox.json"
+_USER = "user-"
 START_TIMEOUT_S = 20.0
 _SECRET_NAME = re.compile(r"(?i)key|token|secret|passw|credential")
 
@@ -51,6 +54,14 @@ class Running:
     keys: dict[str, str]
     ssh_user: str
     seed: int
+
+    @property
+    def user_home(self) -> Path:
+        """Where its customer keeps what belongs to the user, not the project: accounts, runs, keys. It goes with it.
+
+        Named by the token, which each start makes anew: what an earlier world left there is nobody's.
+        """
+        return self.directory / f"{_USER}{hashlib.sha256(self.token.encode()).hexdigest()[:12]}"
 
     def ask(self, method: str, call: str, body: dict[str, Any] | None = None, *, timeout_s: float = 120) -> Any:
         """One admin call. Raises NoSandbox when it went away, SandboxRefused when it says no."""
@@ -134,6 +145,7 @@ def start(directory: Path, options: list[str]) -> tuple[Running, bool]:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if (running := _read(directory)) is not None and running.pid == process.pid:
+            _forget_users(directory, but=running.user_home)
             return running, True
         if process.poll() is not None:
             if process.returncode == 3 and (running := _wait_for_the_other(directory, deadline)) is not None:
@@ -156,18 +168,27 @@ def _wait_for_the_other(directory: Path, deadline: float) -> Running | None:
 
 
 def stop(directory: Path) -> dict[str, Any] | None:
-    """End the one that runs there; None when none does. Returns once its process is gone."""
+    """End the one that runs there; None when none does. Returns once its process is gone, and what it was used for."""
     running = find(directory)
     if running is None:
+        _forget_users(directory)
         return None
     answer = running.ask("POST", "down")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         # A dead process that nobody has collected yet has no start time: it has ended.
         if not (directory / INFO_NAME).exists() and processes.start_time(running.pid) is None:
+            _forget_users(directory)
             return answer
         time.sleep(0.02)
     raise SandboxFailed(reason=f"process {running.pid} does not end")
+
+
+def _forget_users(directory: Path, *, but: Path | None = None) -> None:
+    """Remove what customers of sandboxes that have ended kept here."""
+    for place in directory.glob(f"{_USER}*"):
+        if place != but:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _last_line(log: Path) -> str:
