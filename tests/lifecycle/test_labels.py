@@ -6,8 +6,10 @@ from datetime import UTC, datetime
 
 import pytest
 
+from gpu_skills.errors import StateError
 from gpu_skills.lifecycle import labels, states
 from gpu_skills.lifecycle.labels import Label
+from gpu_skills.state.project import PROJECT_ID
 
 END = datetime(2026, 11, 30, 21, 0, tzinfo=UTC)
 
@@ -30,6 +32,24 @@ def test_a_label_is_read_back_as_written(project, deadline, rest):
 )  # fmt: skip
 def test_what_is_no_label_of_this_tool_is_none(text):
     assert labels.parse(text) is None
+
+
+LIKE_A_LABEL = "-j0123456789abcdef-1764536400"
+
+
+@pytest.mark.parametrize("head", ["a", "p-4tq7k2mzab", "j0123456789abcdef"])
+@pytest.mark.parametrize("middle", [LIKE_A_LABEL, "-c0123456789abcdef-never", "-p0123456789abcdef", "-never"])
+@pytest.mark.parametrize("tail", ["", "-", "-x", "0", "x"])
+def test_a_project_id_is_refused_exactly_where_its_labels_would_be_read_as_another_ones(head, middle, tail):
+    project = head + middle + tail
+    label = Label(project, labels.create_intent("job", "a_1", 1), END)
+    is_read_back = labels.parse(str(label)) == label
+    assert bool(PROJECT_ID.fullmatch(project)) == is_read_back
+    if is_read_back:
+        assert labels.written(label) == str(label)
+    else:
+        with pytest.raises(StateError, match="would not be read as one of project"):
+            labels.written(label)
 
 
 def test_only_the_own_project_is_ours():

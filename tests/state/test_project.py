@@ -37,7 +37,7 @@ def test_another_project_id_than_the_one_on_disk_is_refused(tmp_path):
         projects.init(tmp_path, project_id="another")
 
 
-@pytest.mark.parametrize("bad", ["", "Upper", "-first", "a" * 65, "a b", "a/../b", "a\n"])
+@pytest.mark.parametrize("bad", ["", "Upper", "-first", "a" * 65, "a b", "a/../b", "a\n", "a-j0123456789abcdef-never"])
 def test_a_project_id_that_no_label_can_hold_is_refused(tmp_path, bad):
     with pytest.raises(UsageError):
         projects.init(tmp_path, project_id=bad)
@@ -170,3 +170,11 @@ def test_user_directories_follow_xdg_then_home_then_the_password_file(monkeypatc
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
     with pytest.raises(UsageError, match="no home directory"):
         userdirs.config_dir()
+
+
+def test_a_project_id_on_disk_that_reads_like_a_label_is_told_with_what_to_do(tmp_path):
+    path = projects.init(tmp_path).path("project.json")
+    path.write_text('{"project_id": "a-c0123456789abcdef-1764536400-b", "schema_version": 1}')
+    with pytest.raises(StateError, match="intent and deadline") as caught:
+        projects.load(tmp_path)
+    assert caught.value.next_step == f"choose another project_id in {path}, then: gpu doctor"

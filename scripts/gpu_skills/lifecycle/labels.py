@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
+from gpu_skills.errors import StateError
+
 MachineClass = Literal["project", "job", "canary", "production"]
 
 _LETTERS: dict[str, MachineClass] = {"p": "project", "j": "job", "c": "canary"}
@@ -45,6 +47,19 @@ class Label:
     def __str__(self) -> str:
         end = "never" if self.deadline_at is None else f"{int(self.deadline_at.timestamp()):010d}"
         return f"gpu1-{self.project_id}-{self.intent}-{end}" + (f"-{self.rest}" if self.rest else "")
+
+
+def written(label: Label) -> str:
+    """The text for a machine about to be made: read back first, since a label that says something else loses it."""
+    text = str(label)
+    if parse(text) != label:
+        raise StateError(
+            file="project.json",
+            at=" /project_id",
+            problem=f"the label {text} would not be read as one of project {label.project_id}",
+            next_step="choose another project_id in .pi/gpu/project.json, then: gpu doctor",
+        )
+    return text
 
 
 def parse(text: str | None) -> Label | None:

@@ -16,7 +16,9 @@ SCHEMA_VERSION = 1
 STATE_NAME = "gpu"  # `.pi/gpu`
 SANDBOX_NAME = "gpu-sandbox"  # records made with `gpu --sandbox`, and the sandbox itself
 ARRAYS = ("providers", "machines", "deployments", "models", "workflows")
-PROJECT_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+# Not with what reads like the rest of a label in it: such a label would be taken for one of a project of a shorter id.
+PROJECT_ID = re.compile(r"(?!.*-[pjc][0-9a-f]{16}-(?:[0-9]{10}|never)(?:-|\Z))[a-z0-9][a-z0-9-]{0,63}")
+ALLOWED_ID = "1 to 64 lower-case letters, digits and hyphens, and in them nothing that reads like intent and deadline"
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,12 @@ def load(root: Path, *, name: str = STATE_NAME) -> Project:
         raise StateError(file=path.name, at=":1", problem="found no object, allowed is an object")
     project_id, version = content.get("project_id"), content.get("schema_version", 1)
     if not isinstance(project_id, str) or not PROJECT_ID.fullmatch(project_id):
-        allowed = "1 to 64 lower-case letters, digits and hyphens"
-        raise StateError(file=path.name, at=" /project_id", problem=f"found {project_id!r}, allowed are {allowed}")
+        raise StateError(
+            file=path.name,
+            at=" /project_id",
+            problem=f"found {project_id!r}, allowed are {ALLOWED_ID}",
+            next_step=f"choose another project_id in {path}, then: gpu doctor",
+        )
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         problem = f"found {version!r}, allowed is a whole number from 1"
         raise StateError(file=path.name, at=" /schema_version", problem=problem)
@@ -80,7 +86,7 @@ def init(root: Path, *, project_id: str | None = None, name: str = STATE_NAME) -
     """
     if project_id is not None and not PROJECT_ID.fullmatch(project_id):
         raise UsageError(
-            message=f"project id {project_id!r} is not 1 to 64 lower-case letters, digits and hyphens",
+            message=f"found project id {project_id!r}, allowed are {ALLOWED_ID}",
             next_step="gpu init --project-id ID",
         )
     root = in_main_worktree(root.absolute())

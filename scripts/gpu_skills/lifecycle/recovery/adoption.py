@@ -22,7 +22,7 @@ from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.providers.base import SshEndpoint
 from gpu_skills.state import budget, files
-from gpu_skills.state.project import PROJECT_ID, Project
+from gpu_skills.state.project import ALLOWED_ID, PROJECT_ID, Project
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def take_project_id(project: Project, project_id: str, seen: Iterable[str]) -> P
     if project.project_id == project_id:
         return project
     if not PROJECT_ID.fullmatch(project_id):
-        raise UsageError(f"{project_id[:80]!r} is no project id", next_step="gpu reconcile")
+        raise UsageError(f"found project id {project_id[:80]!r}, allowed are {ALLOWED_ID}", next_step="gpu reconcile")
     known = sorted(seen)
     if project_id not in known:
         raise Refused(
