@@ -6,7 +6,9 @@ Bodies are bounded in size, time and depth; what is sent is exactly what the cal
 from __future__ import annotations
 
 import errno
+import ipaddress
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +39,9 @@ class Call:
     """One request. endpoint: our word for it, for limits and counts. sensitive: values to mask beside the key.
 
     key None: none is sent. stop_after_s: take what has come by then as the whole body (a stream that never ends).
+    timeout_s: for the whole answer, and silence_s between two bytes of it, where the usual ones are too short.
+    into: takes the body of a 2xx answer piece by piece, as it comes; `Answer.body` is then empty. What it raises comes
+    out of `send` as it is.
     """
 
     method: str
@@ -44,12 +49,15 @@ class Call:
     endpoint: str
     body: bytes | None = field(default=None, repr=False)
     key: Credential | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     sensitive: tuple[str, ...] = field(default=(), repr=False)
     proxy: str | None = field(default=None, repr=False)
     ca_bundle: str | None = None
     stop_after_s: float | None = None
     max_bytes: int = MAX_BODY_BYTES
+    timeout_s: float | None = None
+    silence_s: float | None = None
+    into: Callable[[bytes], None] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -98,13 +106,47 @@ class Unanswered(Exception):
         self.reason, self.status = reason, status
 
 
+class _IntoFailed(Exception):
+    """What `Call.into` raised, on its way past everything that speaks of the network. It is the cause."""
+
+
 Wire = Callable[[Call], Answer]
 
 
 @door("send")
 def send(call: Call, wire: Wire) -> Answer:
-    """The door: every request to a provider, and nothing else, passes here. Raises NotSent or Unanswered."""
+    """The door: every request to a provider or a service, and nothing else, passes here. Raises NotSent, Unanswered."""
     return wire(call)
+
+
+# the way there --------------------------------------------------------------------------------------------------------
+
+
+def way_to(host: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """`proxy` and `ca_bundle` of a call, as the user's environment names them; neither for this computer itself."""
+    if is_loopback(host):
+        return {}
+    proxy = environ.get("https_proxy") or environ.get("HTTPS_PROXY") or environ.get("all_proxy")
+    if proxy and _bypasses_proxy(host, environ.get("no_proxy") or environ.get("NO_PROXY") or ""):
+        proxy = None
+    bundle = environ.get("REQUESTS_CA_BUNDLE") or environ.get("SSL_CERT_FILE")
+    return {"proxy": proxy or None, "ca_bundle": bundle if bundle and os.path.exists(bundle) else None}
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    if "%" in host:
+        return False
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _bypasses_proxy(host: str, no_proxy: str) -> bool:
+    names = [name.strip().lstrip("*").lstrip(".") for name in no_proxy.split(",")]
+    return "*" in no_proxy.split(",") or any(n and (host == n or host.endswith("." + n)) for n in names)
 
 
 # bodies ---------------------------------------------------------------------------------------------------------------
@@ -188,7 +230,7 @@ class RequestsWire:
                 call.url,
                 data=call.body,
                 headers=headers,
-                timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S if call.stop_after_s is None else call.stop_after_s),
+                timeout=(CONNECT_TIMEOUT_S, call.stop_after_s or call.silence_s or READ_TIMEOUT_S),
                 allow_redirects=False,
                 stream=True,
                 proxies={"https": call.proxy} if call.proxy else {},
@@ -196,6 +238,9 @@ class RequestsWire:
             ) as reply:
                 body = _body(call, reply)
                 return Answer(reply.status_code, body, {k.lower(): v for k, v in reply.headers.items()})
+        except _IntoFailed as exc:
+            assert exc.__cause__ is not None
+            raise exc.__cause__ from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as exc:
             raise classified(exc) from exc
         finally:
@@ -219,15 +264,17 @@ def _body(call: Call, reply: requests.Response) -> bytes:
     import requests
     import urllib3
 
-    limit_s = WHOLE_TIMEOUT_S if call.stop_after_s is None else call.stop_after_s
+    limit_s = call.stop_after_s or call.timeout_s or WHOLE_TIMEOUT_S
     ends = time.monotonic() + limit_s
+    into = call.into if 200 <= reply.status_code < 300 else None
     parts: list[bytes] = []
     size = 0
     try:
         # `read1` gives what is there: a read of so many bytes would last until they came, however slowly they drip.
         while chunk := reply.raw.read1(65536, decode_content=True):
-            parts.append(chunk)
             size += len(chunk)
+            if into is None:
+                parts.append(chunk)
             if size > call.max_bytes:
                 if call.stop_after_s is not None:
                     break
@@ -236,6 +283,8 @@ def _body(call: Call, reply: requests.Response) -> bytes:
                 if call.stop_after_s is not None:
                     break
                 raise Unanswered(f"no whole body within {limit_s:.0f} s", status=reply.status_code)
+            if into is not None:
+                _hand_over(chunk, into)
     except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as exc:
         if call.stop_after_s is None:
             raise Unanswered(f"the answer broke off ({_words(exc)})", status=reply.status_code) from exc
@@ -244,6 +293,13 @@ def _body(call: Call, reply: requests.Response) -> bytes:
         if not reply.headers.get("Content-Encoding") and call.method != "HEAD":
             raise Unanswered(f"{size} of {announced} bytes of an answer", status=reply.status_code)
     return b"".join(parts)
+
+
+def _hand_over(chunk: bytes, into: Callable[[bytes], None]) -> None:
+    try:
+        into(chunk)
+    except Exception as exc:
+        raise _IntoFailed from exc
 
 
 def classified(exc: BaseException) -> NotSent | Unanswered:

@@ -9,11 +9,9 @@ Four things can come of a call: an answer (which may be a refusal), `NotSent` (n
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import math
-import os
 import random
 import re
 import time
@@ -27,7 +25,18 @@ from urllib.parse import quote, urlencode, urlsplit
 from gpu_skills.clock import Clock
 from gpu_skills.credentials import Credential
 from gpu_skills.errors import DestinationRefused, NetworkDenied, RateLimited, Unavailable, UnexpectedReply, one_line
-from gpu_skills.wire import MAX_BODY_BYTES, Answer, Call, NotSent, RequestsWire, Unanswered, Wire, send
+from gpu_skills.wire import (
+    MAX_BODY_BYTES,
+    Answer,
+    Call,
+    NotSent,
+    RequestsWire,
+    Unanswered,
+    Wire,
+    is_loopback,
+    send,
+    way_to,
+)
 
 if TYPE_CHECKING:
     from gpu_skills.providers.limits import Limiter
@@ -147,7 +156,7 @@ class Http:
         if not on_sandbox and not _is_public_https(url):
             shown = one_line(url.partition("?")[0], limit=80)
             raise UnexpectedReply(provider=self.provider, what=endpoint, reason=f"an address not to be read: {shown}")
-        call = Call("GET", url, endpoint, max_bytes=max_bytes, **self._way(parts.hostname or ""))
+        call = Call("GET", url, endpoint, max_bytes=max_bytes, **way_to(parts.hostname or "", self._environ))
         try:
             return self._send(call)
         except NotSent as exc:
@@ -190,18 +199,7 @@ class Http:
         if query:
             url += "?" + urlencode({name: _query_value(value) for name, value in query.items()}, quote_via=quote)
         host = urlsplit(self.origin).hostname or ""
-        return Call(method, url, endpoint, encoded, self.key, headers, **self._way(host), **more)
-
-    def _way(self, host: str) -> dict[str, Any]:
-        """The proxy and certificates the user's environment names; neither for this computer itself."""
-        if _is_loopback(host):
-            return {}
-        environ = self._environ
-        proxy = environ.get("https_proxy") or environ.get("HTTPS_PROXY") or environ.get("all_proxy")
-        if proxy and _bypasses_proxy(host, environ.get("no_proxy") or environ.get("NO_PROXY") or ""):
-            proxy = None
-        bundle = environ.get("REQUESTS_CA_BUNDLE") or environ.get("SSL_CERT_FILE")
-        return {"proxy": proxy or None, "ca_bundle": bundle if bundle and os.path.exists(bundle) else None}
+        return Call(method, url, endpoint, encoded, self.key, headers, **way_to(host, self._environ), **more)
 
     def _send(self, call: Call) -> Answer:
         self.sent[call.endpoint] += 1
@@ -277,7 +275,7 @@ def origin_for(provider: str, vendor: str, variable: str, key: Credential, envir
         raise refuse(f"{variable} may hold scheme, host and port only")
     if parts.path.strip("/") or "\\" in given or any(not c.isprintable() or c.isspace() for c in given):
         raise refuse(f"{variable} may hold scheme, host and port only")
-    if parts.scheme not in ("http", "https") or not _is_loopback(host):
+    if parts.scheme not in ("http", "https") or not is_loopback(host):
         raise refuse(f"{variable} is neither {vendor} nor an address on this computer (http://127.0.0.1:PORT)")
     if not is_sandbox_key:
         raise refuse(f"{variable} names a sandbox and the key from {key.source} is a real one")
@@ -285,17 +283,6 @@ def origin_for(provider: str, vendor: str, variable: str, key: Credential, envir
     # file may point anywhere.
     address = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{address}" + (f":{port}" if port else "")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    if "%" in host:
-        return False
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_public_https(url: str) -> bool:
@@ -309,11 +296,6 @@ def _is_public_https(url: str) -> bool:
     if not re.fullmatch(r"[a-z0-9.-]+\.[a-z]{2,}", host):  # a name; no address, no "localhost"
         return False
     return not host.endswith((".local", ".internal", ".localhost"))
-
-
-def _bypasses_proxy(host: str, no_proxy: str) -> bool:
-    names = [name.strip().lstrip("*").lstrip(".") for name in no_proxy.split(",")]
-    return "*" in no_proxy.split(",") or any(n and (host == n or host.endswith("." + n)) for n in names)
 
 
 # bodies ---------------------------------------------------------------------------------------------------------------
