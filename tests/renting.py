@@ -19,7 +19,7 @@ from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.guard import keyproof
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.plans.plan import Candidate, Plan
-from gpu_skills.lifecycle.renting import provision
+from gpu_skills.lifecycle.renting import creation, provision
 
 GPUS = {"vast": ("RTX 4090",), "runpod": ("NVIDIA RTX A5000",)}
 
@@ -53,15 +53,15 @@ def approved(r, plan: Plan | None = None, **changes: Any):
     return name, frozen, approvals.give(r.op, approvals.ask_of_plan(name, frozen), statement="yes", source="approve")
 
 
-def guarded(r) -> None:
-    """A machine of this account has shown that its key ends its billing."""
-    for rights in ("stop", "destroy"):
-        keyproof.note(r.op, r.vendor, r.op.account(r.vendor), "proven", rights)
+def guarded(r, rights: str = "stop") -> None:
+    """A machine of this account has shown that its key may do this to itself, and no more than this."""
+    keyproof.note(r.op, r.vendor, r.op.account(r.vendor), "proven", rights)
 
 
 def rent(r, plan: Plan | None = None, **changes: Any) -> provision.Provisioned:
-    guarded(r)
-    return provision.provision(r.op, *approved(r, plan, **changes))
+    name, frozen, approval = approved(r, plan, **changes)
+    guarded(r, creation.fuse_action(r.op, frozen))
+    return provision.provision(r.op, name, frozen, approval)
 
 
 def roomy(r, machines: int = 100) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from fake_clock import FakeClock
 from gpu_skills import userdirs
+from gpu_skills.cli.context import Context
+from gpu_skills.errors import PolicyMissing
 from gpu_skills.state import budget, project
 
 ASK = ("policy", "check", "--cost", "3", "--rate", "0.70", "--json")
@@ -162,3 +164,22 @@ def test_what_is_no_number_or_no_job_id_is_a_usage_error(state, gpu, flags, what
 def test_both_run_in_audit(state, gpu):
     assert gpu("policy", "show", "--mode", "audit").exit_code == 0
     assert gpu(*ASK, "--mode", "audit").exit_code == 0
+
+
+# while a command goes on ---------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_becomes_stricter_or_goes_while_a_command_runs_counts(state, tmp_path):
+    context = Context(cwd=tmp_path, environ=dict(os.environ), clock=FakeClock(), system_policy=tmp_path / "none.json")
+    op = context.operator
+    assert op.policy().ceilings["day_usd"] == 20
+    assert op.policy() is op.policy()
+    write(user_policy(), {"ceilings": {"day_usd": 7}})
+    assert op.policy().ceilings["day_usd"] == 7
+    write(user_policy(), {"ceilings": {"day_usd": 6}})  # as long as the one before
+    assert op.policy().ceilings["day_usd"] == 6
+    user_policy().unlink()
+    assert op.policy().ceilings["day_usd"] == 20
+    (state / "policy.json").unlink()
+    with pytest.raises(PolicyMissing):
+        op.policy()

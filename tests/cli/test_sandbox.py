@@ -76,8 +76,8 @@ def test_one_sandbox_knows_nothing_of_what_was_reserved_or_proven_in_another(cus
     one, other = customer("one"), customer("two")
     reserve(one, 5)
     keyproof.note(one.operator, "vast", one.account("vast"), "proven", "stop")
-    assert keyproof.last(one.operator, "vast", one.account("vast")) == "proven"
-    assert keyproof.last(other.operator, "vast", other.account("vast")) == "unknown"
+    assert keyproof.last(one.operator, "vast", one.account("vast"), "stop") == "proven"
+    assert keyproof.last(other.operator, "vast", other.account("vast"), "stop") == "unknown"
     assert reserved_usd(other) == 0 and one.operator.account_state != other.operator.account_state
 
 
@@ -91,7 +91,7 @@ def test_what_a_sandbox_recorded_of_its_user_goes_with_it(customer, gpu):
     assert not kept.exists()
     again = customer("one")
     assert reserved_usd(again) == 0
-    assert keyproof.last(again.operator, "vast", again.account("vast")) == "unknown"
+    assert keyproof.last(again.operator, "vast", again.account("vast"), "stop") == "unknown"
 
 
 def test_what_a_killed_sandbox_left_of_its_user_is_nobodys_and_goes_with_the_next(customer):

@@ -73,6 +73,13 @@ def test_a_ceiling_that_no_file_names_is_the_default_and_not_unlimited():
     assert (found.retry_limit, found.ledger_inputs, found.idle_shutdown_after_min) == (1, "full", 30)
 
 
+def test_a_file_that_only_tightens_the_approval_needs_no_ceilings():
+    found = combine([("system", {"approval": {"level": "signature"}}), ("project", {})])
+    template = json.loads(resources.template("policy.json").read_text())
+    assert found.approval_level == "signature"
+    assert found.ceilings == {name: Decimal(str(limit)) for name, limit in template["ceilings"].items()}
+
+
 @pytest.mark.parametrize(
     ("key", "user", "project", "combined"),
     [
@@ -180,7 +187,7 @@ BROKEN = [
     ('{"ceilings": {"machines": 1.5}}', ":1", "/ceilings/machines"),
     ('{"ceilings": {}, "approval": {"level": "sig"}}', ":1", "/approval/level"),
     ("[]", ":1", "an object"),
-    ("{}", ":1", "/ceilings"),
+    ('{"ceilings": null}', ":1", "/ceilings"),
     ("", ":1:1", "the end of the file"),
     ('{"ceilings": ' + "[" * 200 + "]" * 200 + "}", ":1", "level 101"),
 ]

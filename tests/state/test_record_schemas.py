@@ -80,7 +80,7 @@ BAD: list[tuple[str, dict[str, object], str]] = [
     ("approvals", {"id": "a", "plan_sha256": "x", "project_id": "p", "level": "verbal"}, "/level"),
     ("memory", {"hosts": {"h": {"failures": -1}}}, "/hosts/h/failures"),
     ("ledger_head", {"offset": -1, "lines": 1, "chain": SHA, "custody": 0}, "/offset"),
-    ("policy", {}, "/ceilings"),
+    ("policy", {"ceilings": []}, "/ceilings"),
     ("policy", {"ceilings": {"job_usd": "5"}}, "/ceilings/job_usd"),
     ("policy", {"ceilings": {"jobs_usd": 5}}, "/ceilings/jobs_usd"),
     ("policy", {"ceilings": {}, "approval": {"level": "none"}}, "/approval/level"),

@@ -56,6 +56,7 @@ class Context:
         self._accounts: dict[str, str] = {}
         self._open: list[Link] = []
         self._ahead: dict[str, Ahead[Link]] = {}
+        self._policy: tuple[Any, Policy] | None = None
         self.json = False
         self.mode_flag: str | None = None
         self.mode = "operate"
@@ -110,12 +111,19 @@ class Context:
         inputs = policy.ledger_inputs(self.project, self.environ, **self._where_policies_are())
         return Ledger(self.project, self.clock, inputs=inputs, keeps_caches=self.may_write)
 
-    @cached_property
+    @property
     def policy(self) -> Policy:
-        """What may be spent. Raises PolicyMissing: every path to money asks here first, reading does not."""
+        """What may be spent. Raises PolicyMissing: every path to money asks here first, reading does not.
+
+        As the files say it now: a command may wait for hours, and somebody who makes them stricter means it as well.
+        """
         from gpu_skills.state import policy
 
-        return policy.load(self.project, self.environ, **self._where_policies_are())
+        where = self._where_policies_are()
+        mark = policy.signature(self.project, self.environ, **where)  # before the files are read: a change shows later
+        if self._policy is None or self._policy[0] != mark:
+            self._policy = mark, policy.load(self.project, self.environ, **where)
+        return self._policy[1]
 
     def _where_policies_are(self) -> dict[str, Path]:
         return {} if self._system_policy is None else {"system": self._system_policy}
@@ -221,7 +229,7 @@ class Context:
     @cached_property
     def operator(self) -> Operator:
         """What the lifecycle works with."""
-        from gpu_skills.jobs import gone
+        from gpu_skills.jobs import gone, readback
         from gpu_skills.lifecycle.operator import Operator
 
         return Operator(
@@ -238,6 +246,9 @@ class Context:
             unverified=lambda machine: gone.unverified_on(self.project, self.ledger, machine),
             settle_jobs=lambda machine, why, at=None: gone.end_jobs(
                 self.project, self.ledger, self.clock, machine, why, at=at, notify=self.notifier.send
+            ),
+            jobs_there=lambda link, *, write: readback.jobs_there(
+                self.project, self.ledger, self.clock, link, write=write, notify=self.notifier.send
             ),
             say=say,
             notify=self.notifier.send,

@@ -360,8 +360,11 @@ def open_session(op: Operator, link: Link, launched: Launch, *, reason: str) -> 
 
 
 def may_try_again(op: Operator, launched: Launch, machine: Machine) -> bool:
-    """Whether a job that went down with its container may run once more: on the same machine, and only once."""
-    if len(launched.jobs) > 1 or launched.cancelled_at is not None:
+    """Whether a job that went down with its container may run once more: on the same machine, and only once.
+
+    A policy whose retry limit is 0 says no.
+    """
+    if len(launched.jobs) > 1 or launched.cancelled_at is not None or op.policy().retry_limit < 1:
         return False
     line = op.ledger.latest(launched.job)
     if line is None or op.ledger.state_of(line) != "lost":

@@ -95,6 +95,19 @@ def load(project: Project, environ: Mapping[str, str] = os.environ, *, system: P
     return combine([(s.origin, s.content) for s in sources if s.content is not None], sources=sources)
 
 
+def signature(project: Project, environ: Mapping[str, str] = os.environ, *, system: Path = SYSTEM_POLICY) -> Any:
+    """What changes when one of the files does; cheap enough to be asked before each use of a policy."""
+    return tuple(_mark(path) for _, path in paths(project, environ, system=system))
+
+
+def _mark(path: Path) -> tuple[Any, ...]:
+    try:
+        found = os.stat(path)
+    except OSError as exc:
+        return str(path), exc.errno, path.is_symlink()
+    return str(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def paths(
     project: Project, environ: Mapping[str, str] = os.environ, *, system: Path = SYSTEM_POLICY
 ) -> list[tuple[str, Path]]:

@@ -35,7 +35,7 @@ def note(op: Operator, provider: str, account: str, verdict: KeyVerdict, rights:
         files.commit(path, files.dumps_pretty({**kept, rights: entry}))
 
 
-def last(op: Operator, provider: str, account: str, rights: OnExpiry = "stop") -> KeyVerdict:
+def last(op: Operator, provider: str, account: str, rights: OnExpiry) -> KeyVerdict:
     """The last answer for these rights; `denied` if there is none since other ones were. A broken file is unknown."""
     entries = _read(_path(op, provider, account))
     verdicts = {name: entry.get("verdict") for name, entry in entries.items() if isinstance(entry, dict)}

@@ -10,13 +10,16 @@ import hashlib
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import GpuError, MissingProgram, NotWritable, StateError, Unavailable, Unguarded, UsageError
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.state import files
 from gpu_skills.units import format_duration
+
+if TYPE_CHECKING:
+    from gpu_skills.lifecycle.guard.fuse import OnExpiry
 
 MAX_AGE = timedelta(hours=1)
 # Another host's clock may be a little ahead of ours; further ahead than this is no receipt of the past hour.
@@ -25,16 +28,18 @@ MAX_BYTES = 4 << 20
 S3 = "s3://"
 
 
-def require_recent(op: Operator, provider: str, rights: Literal["stop", "destroy"] = "stop") -> None:
+def require_recent(op: Operator, provider: str, rights: OnExpiry) -> None:
     """Unguarded, unless a machine's key was proven to end billing on this account, or a pass ended within the hour.
 
-    To be asked before each create. rights: what the fuse of the machine is going to do. Only complete passes over this
-    very provider, account and project count.
+    To be asked before each create. rights: what the fuse of the machine is going to do. Where the policy's fuse layers
+    name the sentinel, a proven key does not stand in for it. Only complete passes over this very provider, account and
+    project count.
     """
     from gpu_skills.lifecycle.guard import keyproof
 
     account = op.account(provider)
-    if keyproof.last(op, provider, account, rights) == "proven":
+    is_proven = keyproof.last(op, provider, account, rights) == "proven"
+    if is_proven and "sentinel" not in op.policy().fuse_layers:
         return
     reasons = []
     for place in places(op, provider, account):

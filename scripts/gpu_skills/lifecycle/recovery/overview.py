@@ -17,6 +17,7 @@ from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.recovery import adoption
 from gpu_skills.lifecycle.recovery.reconcile import Listing
+from gpu_skills.lifecycle.renting import creation
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import budget
 from gpu_skills.units import counted, format_duration, format_usd
@@ -166,14 +167,17 @@ def _open_intents(op: Operator, provider: str) -> list[Seen]:
 
 def _guards(op: Operator, provider: str) -> list[Seen]:
     """Whether new machines would be made, and by what their end is sure."""
-    try:
-        proof = keyproof.last(op, provider, op.account(provider))
-        if proof == "proven":
-            return [Seen(f"{provider} fuse", "ok", "a machine of this account has shown that it can end its billing")]
-        receipts.require_recent(op, provider)
-    except GpuError as exc:
-        return [Seen(f"{provider} fuse", "note", exc.message, exc.next_step)]
-    return [Seen(f"{provider} fuse", "ok", f"its machines' keys are {proof}; a sentinel pass is recent")]
+    what, found = f"{provider} fuse", []
+    for action in creation.fuse_actions(op.reader(provider).traits):
+        try:
+            receipts.require_recent(op, provider, action)
+            is_proven = keyproof.last(op, provider, op.account(provider), action) == "proven"
+        except GpuError as exc:
+            found.append(Seen(what, "note", f"to {action} itself: {exc.message}", exc.next_step))
+            continue
+        shown = f"a machine of this account has shown that it can {action} itself"
+        found.append(Seen(what, "ok", shown if is_proven else f"to {action} itself: a sentinel pass is recent"))
+    return found
 
 
 # what still bills -----------------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ from datetime import datetime, timedelta
 from decimal import ROUND_UP, Decimal
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import GpuError, ProviderError, ProviderSilent, UsageError, one_line
+from gpu_skills.errors import GpuError, ProviderError, ProviderSilent, UnexpectedReply, UsageError, one_line
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.connect import WORKSPACE
 from gpu_skills.lifecycle.guard import fuse
+from gpu_skills.lifecycle.guard.fuse import OnExpiry
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -26,7 +27,7 @@ from gpu_skills.lifecycle.plans.plan import Plan
 from gpu_skills.lifecycle.renting import sshkeys
 from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Machine as Instance
-from gpu_skills.providers.base import MachineSpec, Offer
+from gpu_skills.providers.base import MachineSpec, Offer, Traits
 from gpu_skills.state import budget
 from gpu_skills.units import json_number
 
@@ -71,7 +72,7 @@ def freeze(op: Operator, run: Run, plan: Plan, offer: Offer) -> Attempt:
         number=number,
         intent=intent,
         machine_id=labels.machine_id(intent),
-        label=str(Label(op.project.project_id, intent, deadline)),
+        label=labels.written(Label(op.project.project_id, intent, deadline)),
         deadline_at=timestamp(deadline),
         offer_id=offer.offer_id,
         gpu=offer.gpu,
@@ -135,6 +136,19 @@ def keeps_workspace(op: Operator, plan: Plan) -> bool:
     return not plan.outputs_ephemeral
 
 
+def fuse_action(op: Operator, plan: Plan) -> OnExpiry:
+    """How the machine of a plan ends its own billing: what its key has to be allowed.
+
+    Whoever finds a stopped one destroys it once its outputs are elsewhere; the fuse cannot know of them.
+    """
+    return "stop" if keeps_workspace(op, plan) else "destroy"
+
+
+def fuse_actions(traits: Traits) -> tuple[OnExpiry, ...]:
+    """What fuses at a provider do, the one plan or the other."""
+    return ("stop",) if traits.stop_keeps == "disk" else ("stop", "destroy")
+
+
 def keeps(op: Operator, plan: Plan) -> str:
     """The folder on the machine that survives a stop, as far as anything there does: what is mounted, else the home."""
     is_mounted = op.reader(plan.provider).traits.stop_keeps == "workspace" and keeps_workspace(op, plan)
@@ -144,8 +158,7 @@ def keeps(op: Operator, plan: Plan) -> str:
 def spec_of(op: Operator, plan: Plan, offer: Offer, attempt: Attempt) -> MachineSpec:
     """The machine to ask for, born with its fuse."""
     reader = op.reader(plan.provider)
-    survives = keeps_workspace(op, plan)
-    is_kept = plan.provider == "runpod" and survives and plan.volume_id is None
+    is_kept = plan.provider == "runpod" and keeps_workspace(op, plan) and plan.volume_id is None
     assert attempt.deadline_at is not None
     bootstrap = fuse.bootstrap(
         provider=plan.provider,
@@ -153,8 +166,7 @@ def spec_of(op: Operator, plan: Plan, offer: Offer, attempt: Attempt) -> Machine
         intent=attempt.intent,
         deadline_at=parse_timestamp(attempt.deadline_at),
         longest_s=plan.deadline_s,
-        # Whoever finds it stopped destroys it once its outputs are elsewhere; the fuse cannot know of them.
-        on_expiry="stop" if survives else "destroy",
+        on_expiry=fuse_action(op, plan),
         keeps=keeps(op, plan),
     )
     return MachineSpec(
@@ -205,12 +217,33 @@ def send(op: Operator, run: Run, attempt: Attempt, spec: MachineSpec) -> Created
     except GpuError as exc:  # a spec that this provider cannot express: nothing was sent
         return refused(op, run, attempt, exc)
     if outcome.kind == "created" and outcome.instance_id is not None:
-        return Created(record_created(op, run, attempt, outcome.instance_id), outcome.problem)
+        return Created(_shown_as_ours(op, run, attempt, outcome.instance_id), outcome.problem)
     problem = outcome.problem or ProviderSilent(provider=run.provider, what="create", reason="no reason given")
     if outcome.kind == "refused":
         return refused(op, run, attempt, problem)
     op.say(f"{run.provider} did not say whether it made the machine: looking for it by its label")
     return _search_for(op, run, attempt, problem)
+
+
+def _shown_as_ours(op: Operator, run: Run, attempt: Attempt, named: str) -> Machine:
+    """On record once the provider shows it with our label. An answer alone proves nothing: what it names may never have
+    been, or be somebody else's, and the machine that was made another one.
+    """
+    for pause_s in (0, *LOOK_PAUSES_S):
+        op.clock.sleep(pause_s)
+        try:
+            shown = [seen for seen in find(op, run.provider, attempt.intent) if is_of(attempt, seen)]
+            if not shown:  # lists lag
+                by_id = op.reader(run.provider).machine(named)
+                shown = [by_id] if by_id is not None and is_of(attempt, by_id) else []
+        except (ProviderError, UsageError):  # no look, or an id that can be none
+            continue
+        if [seen.instance_id for seen in shown] == [named]:
+            return record_created(op, run, attempt, named)
+        if shown:
+            return settle_on_one(op, run, attempt, shown)
+    reason = f"it named instance {named}, and no instance shows with the label {attempt.label}"
+    raise unknown(op, run, attempt, UnexpectedReply(provider=run.provider, what="create", reason=reason))
 
 
 def refused(op: Operator, run: Run, attempt: Attempt, problem: GpuError) -> Refused:

@@ -34,7 +34,7 @@ from gpu_skills.errors import (
     TeardownIncomplete,
     Unreachable,
 )
-from gpu_skills.lifecycle import intents, machines, memory, runs, states
+from gpu_skills.lifecycle import intents, machines, memory, runs, states, unrecorded
 from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.approval.approvals import Approval, ask_of_plan
 from gpu_skills.lifecycle.books import accounting
@@ -106,12 +106,19 @@ def provision(
             runs.require_ours(op, run)
         if run is None or run.state != "won":
             approval = approvals.find(op, ask_of_plan(name, plan), approval_id=approval.id)
-        run = _bound(op, name, plan, approval, run, job_id)
-        if run.state == "won":
-            return _follow(op, run)
-        if max_lease_s is not None:
-            plan = replace(plan, deadline_s=min(plan.deadline_s, max_lease_s))
-        return _Launch(op, plan, run).go()
+        with unrecorded.told(op.project, "create", lambda: _may_be_there(op, approval.id)):
+            run = _bound(op, name, plan, approval, run, job_id)
+            if run.state == "won":
+                return _follow(op, run)
+            if max_lease_s is not None:
+                plan = replace(plan, deadline_s=min(plan.deadline_s, max_lease_s))
+            return _Launch(op, plan, run).go()
+
+
+def _may_be_there(op: Operator, approval_id: str) -> list[str]:
+    """The machines that this run asked for and that are not known to be gone."""
+    run = runs.load(op, approval_id)
+    return [a.machine_id for a in run.attempts if a.result != "refused" and not a.is_over] if run is not None else []
 
 
 def _bound(op: Operator, name: str, plan: Plan, approval: Approval, run: Run | None, job_id: str | None) -> Run:
@@ -120,7 +127,7 @@ def _bound(op: Operator, name: str, plan: Plan, approval: Approval, run: Run | N
         raise ApprovalUsed(reason=f"approval {run.approval_id} was used: its run is {run.state}")
     if run is not None and (run.state == "won" or not run.is_settled):
         return run
-    receipts.require_recent(op, plan.provider)
+    receipts.require_recent(op, plan.provider, creation.fuse_action(op, plan))
     account = op.account(plan.provider)
     budget.reserve(
         op.project,
@@ -250,7 +257,7 @@ class _Launch:
         # So many may fail before one does not: what they cost is in the worst case that was approved.
         if sum(a.result == "failed" for a in run.attempts) > self.plan.setup_failures_max:
             raise self._exhausted()
-        receipts.require_recent(self.op, self.plan.provider)
+        receipts.require_recent(self.op, self.plan.provider, creation.fuse_action(self.op, self.plan))
 
     def _attempt(self, offer: Offer) -> Ready | str:
         """One create and what follows from it: a ready machine, or `refused`, `failed` or `taken`."""

@@ -25,7 +25,7 @@ from gpu_skills.errors import (
     RemoteError,
     StateError,
 )
-from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.lifecycle import intents, labels, machines, runs, states, unrecorded
 from gpu_skills.lifecycle.approval import actions, approvals
 from gpu_skills.lifecycle.approval.actions import ActionPlan
 from gpu_skills.lifecycle.approval.approvals import Approval
@@ -37,7 +37,7 @@ from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.plans.plan import Plan
-from gpu_skills.lifecycle.renting import bringup
+from gpu_skills.lifecycle.renting import bringup, creation
 from gpu_skills.lifecycle.renting.bringup import Boot, Ready
 from gpu_skills.state import budget
 from gpu_skills.units import format_usd, json_number
@@ -54,7 +54,8 @@ def restart(op: Operator, machine: Machine, approval: Approval) -> Ready:
         if not isinstance(action, ActionPlan) or action.action != "start" or action.machine_id != machine.id:
             raise ApprovalInvalid(reason=f"approval {approval.id} is not for a start of {machine.id}", plan=machine.id)
         approvals.use(op, approval, action.ask())
-        return _Start(op, machine, approval, action).go()
+        with unrecorded.told(op.project, "start", lambda: [machine.id]):
+            return _Start(op, machine, approval, action).go()
 
 
 def resume(op: Operator, machine: Machine) -> Ready:
@@ -104,7 +105,7 @@ class _Start:
         ownership.require_ours(op, self.machine, shown)
         if not has_begun and shown.status != "stopped":
             raise ApprovalInvalid(reason=f"{self.machine.id} is {shown.status}, not stopped: it needs no start")
-        receipts.require_recent(op, self.machine.provider)
+        receipts.require_recent(op, self.machine.provider, creation.fuse_action(op, self.plan))
         self._reserve()
         before = self._before()
         if shown.status == "stopped":
