@@ -36,3 +36,8 @@ def machine_script(name: str) -> Path:
 def checkup() -> Path:
     """The program that runs once on a rented machine and tells what it has."""
     return PACKAGE / "remote" / "checkup.py"
+
+
+def failures() -> Path:
+    """The classes of failure with their signs and remedies, for `gpu job diagnose`."""
+    return PACKAGE / "jobs" / "diagnose" / "failures.yaml"
