@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 
 from gpu_skills.clock import parse_timestamp, timestamp
+from gpu_skills.errors import NoCapacity, ProviderSilent
 from gpu_skills.lifecycle import intents, labels, machines, runs
+from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.lifecycle.renting import bringup, creation
 from gpu_skills.lifecycle.runs import Run
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.providers.base import Offer, Volume
 from gpu_skills.state import budget
-from renting import a_plan, alive, guarded, play_machines, rent
+from rented import spec
+from renting import a_plan, alive, guarded, instances, play_machines, rent
 
 pytestmark = pytest.mark.subprocess
+both = pytest.mark.parametrize("vendor", ["vast", "runpod"])
 OFFER = Offer("vast", "77", Decimal("0.40"), "RTX 4090", 1, 24.0, storage_usd_hr=Decimal("0.01"), machine_id="4711")
 
 
@@ -102,12 +106,19 @@ def test_places_of_the_plan_become_the_data_centres_that_have_some(rig):
 
 
 @pytest.mark.parametrize(
-    ("floor", "most", "expected"), [("0.20", "0.60", "0.2500"), ("0.20", "0.23", "0.22"), ("0.20", "0.20", "0.20")]
+    ("floor", "most", "expected"), [("0.20", "0.60", "0.2500"), ("0.20", "0.23", "0.22"), ("0.20", "0.21", "0.20")]
 )
 def test_a_bid_is_above_the_floor_as_far_as_the_approved_rate_allows(rig, floor, most, expected):
     r = rig("vast", containers=False)
     offer = replace(OFFER, min_bid_usd_hr=Decimal(floor))
     assert creation.bid(a_plan(r, max_rate_usd_hr=Decimal(most)), offer) == Decimal(expected)
+
+
+def test_a_floor_above_what_was_approved_is_no_offer_and_never_a_bid(rig):
+    r = rig("vast", containers=False)
+    offer = replace(OFFER, min_bid_usd_hr=Decimal("0.20"))
+    with pytest.raises(NoCapacity, match="takes bids from"):
+        creation.bid(a_plan(r, max_rate_usd_hr=Decimal("0.20")), offer)
 
 
 def found(r, **changes: Any) -> Instance:
@@ -189,3 +200,54 @@ OTHER = "SHA256:" + "b" * 43
 )
 def test_a_host_key_is_read_where_a_start_script_prints_it_and_nowhere_else(lines, expected):
     assert bringup.fingerprint(lines) == expected
+
+
+def somebody_elses(r, label: str) -> Any:
+    """An instance of the same account that this project did not make."""
+    outcome = r.writer.create(spec(r, label))
+    r.sandbox.advance(600)
+    return next(i for i in instances(r) if str(i.id) == outcome.instance_id)
+
+
+@both
+@pytest.mark.parametrize("named", ["nothing", "foreign", "unlabelled"])
+def test_an_answer_that_names_another_machine_makes_no_machine_of_it_and_the_one_with_our_label_is_used(
+    rig, vendor, named
+):
+    r = rig(vendor, containers=False)
+    play_machines(r)
+    other, args = None, {}
+    if named != "nothing":
+        other = somebody_elses(r, "gpu1-p-other-p0123456789abcdef-1999999999" if named == "foreign" else "mine")
+        args = {"instance": other.id}
+    writes = r.calls("state") + r.calls("attach_ssh") + r.calls("action") + r.calls("destroy")
+    before = (other.phase, dict(other.ssh_keys)) if other else None
+    r.fault("wrong_id", **args)
+    machine = rent(r).machine
+    (made,) = [i for i in alive(r) if i is not other]
+    assert machine.instance_id == str(made.id) and made.label == machine.label
+    assert [m.instance_id for m in machines.all_machines(r.project)] == [str(made.id)]
+    if other is not None:
+        assert not other.is_destroyed and (other.phase, dict(other.ssh_keys)) == before
+    assert r.calls("state") + r.calls("action") + r.calls("destroy") <= writes
+
+
+@both
+def test_a_machine_that_never_shows_with_our_label_is_unknown_and_never_booked(rig, vendor):
+    """The answer names somebody else's instance, and nothing carries our label: nobody knows what was made."""
+    r = rig(vendor, containers=False)
+    other = somebody_elses(r, "mine")
+    r.fault("wrong_id", instance=other.id)
+    r.fault("list_lag", seconds=3600)
+    r.fault("hidden_at_first", seconds=3600)
+    with pytest.raises(ProviderSilent) as caught:
+        rent(r)
+    (machine,) = machines.all_machines(r.project)
+    assert (machine.status, machine.instance_id) == ("unknown", None)
+    assert caught.value.next_step == "gpu reconcile" and caught.value.details["label"] == machine.label
+    assert not other.is_destroyed
+    r.clock.sleep(3600)
+    reconcile.run(r.op, [vendor])
+    (found,) = machines.all_machines(r.project)
+    assert found.instance_id in {str(i.id) for i in instances(r) if i is not other}
+    assert not other.is_destroyed and other.phase == "running"

@@ -49,6 +49,7 @@ OF_WORK: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "no_capacity": [("create", {})],
     "insufficient_balance": [("create", {})],
     "error_with_contract": [("create", {})],
+    "wrong_id": [("create", {})],
     "list_empty": [("list", {})],
     "destroy_again": [("destroy", {})],
 }

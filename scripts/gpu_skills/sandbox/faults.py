@@ -47,6 +47,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "no_capacity": (WORK, "create: nothing free"),
     "insufficient_balance": (WORK, "create: refused for want of balance"),
     "error_with_contract": (WORK, "create: an error reply that carries the id of an instance that exists, stopped"),
+    "wrong_id": (WORK, "create: it is made, and the answer names another `instance` (default: one that never was)"),
     "list_empty": (WORK, "list: a successful reply without anything"),
     "destroy_again": (WORK, "destroy: says success and does nothing"),
     "price_changed": (INSTANCE, "it costs `factor` (default 1.5) times the offer"),

@@ -131,7 +131,10 @@ class PodRoutes:
     def create(self, request: Request) -> Reply:
         body = read_body(request, CREATE_POD)
         spec = self._spec(request.account, body)
-        return Reply(201, self.document(self.pods.deploy(request.account, spec, request.faults)))
+        document = self.document(self.pods.deploy(request.account, spec, request.faults))
+        if (wrong := request.faults.get("wrong_id")) is not None:
+            document["id"] = wrong.get("instance", document["id"][::-1])
+        return Reply(201, document)
 
     def _spec(self, account: Account, body: dict[str, Any]) -> PodSpec:
         template: dict[str, Any] = {}

@@ -81,7 +81,9 @@ def create(world: World, book: OfferBook, request: Request, offer_id: Any, body:
         msg = f"error 400/3712: {reason}: instance {instance.id} was created but could not start."
         raise error(400, code, msg, ask_id=ask_id, new_contract=instance.id)
     assert instance.key is not None
-    return Reply(200, {"success": True, "new_contract": instance.id, "instance_api_key": instance.key.value})
+    wrong = request.faults.get("wrong_id")
+    named = instance.id if wrong is None else wrong.get("instance", instance.id + 900_000_000)
+    return Reply(200, {"success": True, "new_contract": named, "instance_api_key": instance.key.value})
 
 
 def create_several(world: World, book: OfferBook, request: Request, body: dict[str, Any]) -> Reply:

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from decimal import ROUND_UP, Decimal
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import GpuError, ProviderError, ProviderSilent, UnexpectedReply, UsageError, one_line
+from gpu_skills.errors import GpuError, NoCapacity, ProviderError, ProviderSilent, UnexpectedReply, UsageError, one_line
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.connect import WORKSPACE
 from gpu_skills.lifecycle.guard import fuse
@@ -29,7 +29,7 @@ from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.providers.base import MachineSpec, Offer, Traits
 from gpu_skills.state import budget
-from gpu_skills.units import json_number
+from gpu_skills.units import format_usd, json_number
 
 # Looks for a create that was not answered. Providers' lists lag, so it goes on for a minute at least.
 LOOK_PAUSES_S = (2, 3, 5, 8, 12, 15, 20)
@@ -200,11 +200,19 @@ def data_centers(op: Operator, plan: Plan, offer: Offer) -> tuple[str, ...]:
 
 
 def bid(plan: Plan, offer: Offer) -> Decimal:
-    """Above the floor, so that the next bidder does not take it at once, and within what was approved."""
+    """Above the floor, so that the next bidder does not take it at once, and within what was approved.
+
+    NoCapacity where what was approved does not reach the floor.
+    """
     floor = offer.min_bid_usd_hr or Decimal(0)
     most = plan.max_rate_usd_hr - offer.storage_usd_hr
+    if floor > most:
+        raise NoCapacity(
+            f"offer {offer.offer_id} takes bids from ${floor.normalize():f}/h, its disk costs "
+            f"${offer.storage_usd_hr.normalize():f}/h, approved are at most {format_usd(plan.max_rate_usd_hr)}/h"
+        )
     wanted = (floor * BID_ABOVE_FLOOR).quantize(_BID_STEP, rounding=ROUND_UP)
-    return max(floor, min(wanted, most))
+    return min(wanted, most)
 
 
 # the one request ------------------------------------------------------------------------------------------------------
@@ -230,7 +238,8 @@ def _shown_as_ours(op: Operator, run: Run, attempt: Attempt, named: str) -> Mach
     been, or be somebody else's, and the machine that was made another one.
     """
     for pause_s in (0, *LOOK_PAUSES_S):
-        op.clock.sleep(pause_s)
+        if pause_s:
+            op.clock.sleep(pause_s)
         try:
             shown = [seen for seen in find(op, run.provider, attempt.intent) if is_of(attempt, seen)]
             if not shown:  # lists lag
@@ -238,7 +247,9 @@ def _shown_as_ours(op: Operator, run: Run, attempt: Attempt, named: str) -> Mach
                 shown = [by_id] if by_id is not None and is_of(attempt, by_id) else []
         except (ProviderError, UsageError):  # no look, or an id that can be none
             continue
-        if [seen.instance_id for seen in shown] == [named]:
+        if named in (ids := [seen.instance_id for seen in shown]):
+            if len(ids) > 1:  # the request arrived twice: the others are ended by whoever looks next
+                op.say(f"{run.provider} made {len(ids)} machines of one create; next: gpu reconcile")
             return record_created(op, run, attempt, named)
         if shown:
             return settle_on_one(op, run, attempt, shown)

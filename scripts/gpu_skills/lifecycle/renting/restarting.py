@@ -53,8 +53,8 @@ def restart(op: Operator, machine: Machine, approval: Approval) -> Ready:
         _, action = actions.load(op.project, approval.plan_sha256)
         if not isinstance(action, ActionPlan) or action.action != "start" or action.machine_id != machine.id:
             raise ApprovalInvalid(reason=f"approval {approval.id} is not for a start of {machine.id}", plan=machine.id)
-        approvals.use(op, approval, action.ask())
         with unrecorded.told(op.project, "start", lambda: [machine.id]):
+            approvals.use(op, approval, action.ask())
             return _Start(op, machine, approval, action).go()
 
 
