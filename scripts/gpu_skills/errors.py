@@ -159,8 +159,70 @@ class FuseSilent(RemoteError):
     next_step = "run the same command again"
 
 
+class ServiceUnreachable(RemoteError):
+    """What serves the model took nothing in: the request may be sent again."""
+
+    code, retryable = "service_unreachable", True
+    template = "{service} does not answer: {reason}"
+    next_step = "see whether it still starts or has ended, then run the command again"
+
+
+class ServiceBusy(RemoteError):
+    code, retryable = "service_busy", True
+    template = "{service} takes no more requests now: {reason}"
+    next_step = "wait {retry_after_s} s and run the command again"
+
+
+class ServiceReply(RemoteError):
+    """What serves the model answered something that its kind never answers, or not to the end."""
+
+    code = "service_reply"
+    template = "{service} answered {what} with something unexpected: {reason}"
+    next_step = "read the log of the service"
+
+
+class ServiceKeyRejected(RemoteError):
+    code = "service_key_rejected"
+    template = "{service} does not accept our key: {reason}"
+    next_step = "give the key that the service was started with"
+
+
+class OutputTooLarge(RemoteError):
+    code = "output_too_large"
+    template = "{name} is larger than the {limit} bytes that a run may leave"
+    next_step = "ask for less, or raise the limit"
+
+
 class JobError(Failed):
     code = "job_error"
+
+
+class GenerationFailed(JobError):
+    """The service took the request in and failed at it. details.node and node_class: where, in a workflow."""
+
+    code = "generation_failed"
+    template = "{service} failed at {what}: {reason}"
+    next_step = "read the log of the service"
+
+
+class GenerationInterrupted(JobError):
+    code = "generation_interrupted"
+    template = "{what} was interrupted on {service}"
+    next_step = "run it again if that was not meant"
+
+
+class GenerationLost(JobError):
+    """Taken in, and then neither waiting, running nor done: the service was started again meanwhile."""
+
+    code, retryable = "generation_lost", True
+    template = "{service} no longer knows {what}: {reason}"
+    next_step = "read the log of the service (out of memory?), then run the command again"
+
+
+class GenerationTimeout(JobError):
+    code = "generation_timeout"
+    template = "{what} was not done on {service} within {timeout_s} s"
+    next_step = "give it more time, or interrupt it: it may still run there"
 
 
 class JobNotFound(JobError):
@@ -197,6 +259,26 @@ class NotWritable(Failed):
     code = "not_writable"
     template = "cannot write {path}: {reason}"
     next_step = "make it writable for this user, or choose another place"
+
+
+class ArtifactMissing(Failed):
+    code = "artifact_missing"
+    template = "{uri} is not there"
+    next_step = "gpu job artifacts --help"
+
+
+class ArtifactChanged(Failed):
+    """What is in the store, or was to go there, is not what the records say."""
+
+    code = "artifact_changed"
+    template = "{what} is not what is on record: {reason}"
+    next_step = "gpu job pull --force, then push it again"
+
+
+class UnsafeKey(Failed):
+    code = "unsafe_key"
+    template = "an object has a name that is used for nothing here, {key}: {reason}"
+    next_step = "look at it with the store's own tools"
 
 
 # exit 2 ------------------------------------------------------------------------------------------------------------
@@ -240,10 +322,44 @@ class StateError(UsageError):
     next_step = "edit {file}, then: gpu doctor"
 
 
+class InputInvalid(UsageError):
+    """An input that the manifest does not allow; nothing was sent. details.problems: all of them."""
+
+    code = "input_invalid"
+    template = "{what}: {problem}"
+    next_step = "correct the inputs and run the command again"
+
+
+class WorkflowInvalid(UsageError):
+    code = "workflow_invalid"
+    template = "{what}: {problem}"
+    next_step = "save it again in API format (in ComfyUI: Workflow, Export (API))"
+
+
+class RequestRejected(UsageError):
+    """The service refused a request before it did anything. details.problems: each with node, class and input."""
+
+    code = "request_rejected"
+    template = "{service} refuses {what}: {reason}"
+    next_step = "correct the workflow or the inputs and run the command again"
+
+
+class NotServed(UsageError):
+    code = "not_served"
+    template = "a model with runtime {runtime} {reason}"
+    next_step = "see `runtime` in the model's manifest"
+
+
 class PlanUnknown(UsageError):
     code = "plan_unknown"
     template = "there is no plan {plan}"
     next_step = "gpu plan --freeze"
+
+
+class BucketMissing(UsageError):
+    code = "bucket_missing"
+    template = "{store} does not exist for this account: {reason}"
+    next_step = "make the bucket, or name another one"
 
 
 # exit 3 ------------------------------------------------------------------------------------------------------------
@@ -363,7 +479,7 @@ class Unguarded(Refused):
 class Protected(Refused):
     code = "machine_protected"
     template = "machine {machine} is protected"
-    next_step = "gpu approve --machine {machine} --statement TEXT"
+    next_step = "gpu machine protect {machine} --off"
 
 
 # exit 4 ------------------------------------------------------------------------------------------------------------
@@ -530,6 +646,14 @@ class DestinationRefused(Refused):
     next_step = "unset {variable}"
 
 
+class StoreIgnoresConditions(Refused):
+    """Two writers could both believe that they won there."""
+
+    code = "store_ignores_conditions"
+    template = "{store} does not keep to conditional writes ({reason}): nothing is stored there"
+    next_step = "use a store that knows If-None-Match and If-Match, such as S3, R2 or SeaweedFS"
+
+
 class DestroyNotTaken(ProviderError):
     """The provider did not take the delete so far. It stays on record as wanted, and every later command asks again."""
 
@@ -552,12 +676,28 @@ class OutcomeUnknown(Uncertain):
     next_step = "gpu job status {job}"
 
 
+class GenerationUnknown(Uncertain):
+    """Sent, not answered, and not found at the service. It is looked for by its id before it is sent again."""
+
+    code, retryable = "generation_unknown", True
+    template = "{what} was sent to {service} and the answer never came: {reason}"
+    next_step = "run the same command again: it is looked for first where the service can tell"
+
+
 class ProviderSilent(Uncertain):
     """A write was sent to a provider and no usable answer came: it may have happened."""
 
     code, may_be_billing = "provider_silent", True
     template = "{provider} gave no clear answer to {what}: {reason}; it may have happened"
     next_step = "gpu reconcile"
+
+
+class StoreSilent(Uncertain):
+    """A conditional write was sent to a store and no clear answer came."""
+
+    code = "store_silent"
+    template = "{store} gave no clear answer to the write of {key}: {reason}; it may be there"
+    next_step = "run the same command again: it looks first"
 
 
 class TeardownIncomplete(Uncertain):

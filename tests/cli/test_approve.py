@@ -19,7 +19,7 @@ from gpu_skills.cli import approve as command
 from gpu_skills.cli.context import Context
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import ApprovalNeeded, ApprovalUsed
-from gpu_skills.lifecycle import machines, runs
+from gpu_skills.lifecycle import runs
 from gpu_skills.lifecycle.approval import actions, approvals
 from gpu_skills.lifecycle.approval.actions import ActionPlan
 from gpu_skills.lifecycle.plans import plan as plans
@@ -142,9 +142,9 @@ def test_an_expired_plan_is_shown_as_such_and_not_approved(project, gpu, plan, c
 
 @pytest.mark.parametrize(
     "args",
-    [[], ["0123456"], ["0123456789ab"], ["PLAN", "--machine", "m_1"], ["PLAN", "--show", "--statement", "x"],
+    [[], ["0123456"], ["0123456789ab"], ["PLAN", "--show", "--statement", "x"],
      ["PLAN", "--signature", "gone.sig"], ["PLAN", "--signature", "no-ending"], ["PLAN", "--message", "x"],
-     ["PLAN", "--statement", " "], ["--machine", "m_0123456789"]],
+     ["PLAN", "--statement", " "]],
 )  # fmt: skip
 def test_a_wrong_call_is_exit_2(project, gpu, plan, args):
     wrong = gpu("approve", *[plan if arg == "PLAN" else arg for arg in args], "--json")
@@ -154,19 +154,6 @@ def test_a_wrong_call_is_exit_2(project, gpu, plan, args):
 # machines -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_end_of_a_protected_machine_is_allowed_by_its_name(project, gpu):
-    machines.save(
-        project, machines.Machine("m_0123456789", "vast", "4711", "ready", conditions=("protected",), intent="p0")
-    )
-    asked = gpu("approve", "--machine", "m_0123456789", "--json")
-    assert asked.exit_code == 4
-    assert asked.error["details"]["commands"] == ["gpu approve --machine m_0123456789 --statement TEXT"]
-    done = gpu("approve", "--machine", "m_0123456789", "--statement", "destroy m_0123456789", "--json")
-    assert done.document["action"] == "destroy" and done.document["subject"]["machine"] == "m_0123456789"
-    machine = machines.find(project, "m_0123456789")
-    assert recorded(project)[0]["plan_sha256"] == actions.destroy_plan(project, machine).ask().sha256
-
-
 def test_an_action_plan_is_approved_like_a_plan(project, gpu, clock):
     extend = ActionPlan(
         "extend", project.project_id, "m_0123456789", "vast", "4711", Decimal("1.2"), measured_at=timestamp(clock.now())
@@ -174,6 +161,30 @@ def test_an_action_plan_is_approved_like_a_plan(project, gpu, clock):
     name = actions.freeze(project, extend)
     done = gpu("approve", name[:8], "--statement", "two hours more", "--json")
     assert (done.document["action"], done.document["worst_case_usd"]) == ("extend", 1.2)
+
+
+# one that is in use ---------------------------------------------------------------------------------------------------
+
+
+def test_a_yes_that_is_in_use_names_what_uses_it_since_when_and_what_goes_on_with_it(context, project, gpu, plan, ask):
+    op = context.operator
+    given = command.agree(context, ask, yes=True)
+    begun = runs.create(op, a_run(op, given))
+    for words in (("--show",), ("--statement", "yes, again"), ()):
+        shown = gpu("approve", plan, *words, "--json", account_home=context._account_home)
+        assert shown.exit_code == 0 and shown.document["used"] == {
+            "by": f"run {begun.approval_id}", "at": begun.began_at, "next_step": f"gpu job run --plan {plan[:12]}",
+        }  # fmt: skip
+        text = gpu("approve", plan, *words, account_home=context._account_home)
+        assert f"used by run {begun.approval_id} at {begun.began_at}" in text.stdout
+        assert f"next: gpu job run --plan {plan[:12]}" in text.stderr
+        assert "approved already" not in text.stdout and "approved until" not in text.stdout
+    runs.update(op, given.id, lambda run: type(run)(**{**vars(run), "state": "closed"}))
+    refused = gpu("approve", plan, "--statement", "yes", "--json", account_home=context._account_home)
+    assert refused.exit_code == 4 and refused.error["code"] == "approval_used"
+    assert f"used by run {given.id} at {begun.began_at}" in refused.error["message"]
+    assert refused.error["next_step"] == "gpu plan --freeze"
+    assert len(recorded(project)) == 1
 
 
 # signatures ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +14,6 @@ import pytest
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle import intents, labels, machines
-from gpu_skills.lifecycle.approval import actions, approvals
 from lifecycle.conftest import make_sandbox, rig
 from rented import rent
 from rented_cli import customer
@@ -174,6 +174,19 @@ def test_destroy_is_done_when_the_machine_is_proven_gone(world, vendor):
     assert call("machine", "destroy", machine.id).exit_code == 0, "again is safe"
 
 
+@pytest.mark.parametrize("command", ["gpu machine destroy {}", "gpu destroy"])
+def test_who_waits_for_the_end_hears_of_each_look_and_a_program_does_not(world, command):
+    r, call = world()
+    machine = rent(r)
+    r.fault("500", "destroy", times=1)
+    spoken = [line for line in typed(call, command.format(machine.id)).stderr.splitlines() if "so far)" in line]
+    assert all(line.startswith(f"{machine.id}: ") for line in spoken) and len(spoken) >= 4, spoken
+    assert "500" in spoken[0] and "took the delete" in spoken[1]
+    assert "does not show it any more, 1 look in a row" in spoken[2]
+    two = rent(r, number=2)
+    assert "so far" not in typed(call, command.format(two.id), "--json").stderr
+
+
 def test_not_yet_proven_is_exit_6_and_reads_terminating(world):
     r, call = world()
     machine = rent(r)
@@ -266,20 +279,138 @@ def test_destroy_waits_for_a_pull_that_is_under_way(world):
     pulling.join()
 
 
-def test_a_protected_machine_is_not_destroyed_by_yes_but_by_an_approval_that_names_it(world):
+@pytest.mark.parametrize("words", [("destroy", "M"), ("stop", "M")], ids=" ".join)
+def test_a_protected_machine_is_not_ended_by_a_command_alone_but_by_an_approval_that_names_it(world, words):
     r, call = world()
     one, two = rent(r, number=1), rent(r, number=2)
     for machine in (one, two):
         assert call("machine", "protect", machine.id).exit_code == 0
-    result = call("machine", "destroy", one.id, "--yes", "--json")
-    assert result.exit_code == 3 and result.error["code"] == "machine_protected"
-    assert one.id in result.error["next_step"]
-    op = r.op
-    approvals.give(op, actions.destroy_plan(r.project, two).ask(), statement="yes, two", source="approve")
-    assert call("machine", "destroy", one.id, "--yes", "--json").exit_code == 3, "another one was named"
-    assert r.calls("destroy") == 0
-    assert call("machine", "destroy", two.id, "--json").exit_code == 0
+    verb = words[0]
+    asked = call("machine", verb, two.id, "--json")
+    assert asked.exit_code == 3 and asked.error["code"] == "machine_protected"
+    plan = asked.error["details"]["plan"]
+    assert call("approve", plan, "--statement", "yes, two").exit_code == 0
+    assert call("machine", verb, one.id, "--json").exit_code == 3, "another one was named"
+    assert r.calls("destroy") + r.calls("state") == 0
+    assert call("machine", verb, two.id, "--json").exit_code == 0
     assert machines.find(r.project, one.id).status == "ready"
+
+
+def test_yes_names_no_machine(world):
+    r, call = world()
+    machine = rent(r)
+    call("machine", "protect", machine.id)
+    result = call("machine", "destroy", machine.id, "--yes", "--json")
+    assert result.exit_code == 3 and result.error["code"] == "machine_protected" and r.calls("destroy") == 0
+
+
+def typed(call, line: str, *more: str):
+    """A command as a message names it."""
+    program, *words = shlex.split(line)
+    assert program == "gpu"
+    return call(*words, *more)
+
+
+ENDS = pytest.mark.parametrize("command", ["gpu machine destroy {}", "gpu machine stop {}", "gpu destroy"])
+
+
+@ENDS
+def test_what_a_refusal_to_end_a_protected_machine_names_first_works_as_typed(world, command):
+    r, call = world()
+    machine = rent(r)
+    call("machine", "protect", machine.id)
+    refused = typed(call, command.format(machine.id), "--json")
+    assert refused.exit_code == 3 and refused.error["code"] == "machine_protected"
+    off, _ = refused.error["next_step"].split("; or, for this once: ")
+    assert off == f"gpu machine protect {machine.id} --off"
+    needs_a_yes = typed(call, off, "--json")
+    assert needs_a_yes.exit_code == 4
+    (approve,) = needs_a_yes.error["details"]["commands"]
+    assert typed(call, approve).exit_code == 0 and typed(call, off).exit_code == 0
+    assert typed(call, command.format(machine.id), "--json").exit_code == 0
+
+
+@ENDS
+def test_what_a_refusal_to_end_a_protected_machine_names_for_once_works_as_typed_once(world, command):
+    r, call = world()
+    machine = rent(r)
+    call("machine", "protect", machine.id)
+    refused = typed(call, command.format(machine.id), "--json")
+    _, approve = refused.error["next_step"].split("; or, for this once: ")
+    assert typed(call, approve).exit_code == 0
+    result = typed(call, command.format(machine.id), "--json")
+    assert result.exit_code == 0 and machines.find(r.project, machine.id).status in ("destroyed", "stopped")
+    if "stop" in command:
+        machines.update(r.project, machine.id, lambda m: replace(m, status="ready"))
+        assert typed(call, command.format(machine.id), "--json").error["code"] == "machine_protected"
+
+
+@pytest.mark.parametrize("verb", ["destroy", "stop"])
+def test_what_else_stands_in_the_way_of_a_protected_end_is_told_first_and_uses_no_approval_up(world, verb):
+    r, call = world("runpod")
+    machine = rent(r, keeps=False)
+    call("machine", "protect", machine.id)
+    plan = call("machine", verb, machine.id, "--json").error["details"]["plan"]
+    assert call("approve", plan, "--statement", "yes").exit_code == 0
+    job = a_job(r, machine, files=[{"path": "out.bin", "bytes": 7, "sha256": "0" * 64}])
+    for _ in range(2):
+        refused = call("machine", verb, machine.id, "--json")
+        assert refused.exit_code == 3 and refused.error["code"] == "not_collected"
+    shown = call("approve", plan, "--show", "--json").document
+    assert shown["approval"] is not None and shown["used"] is None
+    JobFolder(r.project, job).write("collected", {"final": True, "destination": "x"})
+    assert call("machine", verb, machine.id, "--json").exit_code == 0
+
+
+def test_a_protected_machine_can_be_asked_for_again_when_the_first_yes_is_over(world):
+    r, call = world()
+    machine = rent(r)
+    call("machine", "protect", machine.id)
+    first = call("machine", "destroy", machine.id, "--json").error["details"]["plan"]
+    call("approve", first, "--statement", "yes")
+    r.clock.sleep(HOUR + 60)
+    second = call("machine", "destroy", machine.id, "--json").error["details"]["plan"]
+    assert second != first
+    assert call("approve", second, "--statement", "yes, still").exit_code == 0
+    assert call("machine", "destroy", machine.id).exit_code == 0 and not r.burning()
+
+
+@pytest.mark.parametrize("later", [60, HOUR + 60])
+def test_a_command_that_died_between_using_the_yes_and_the_end_stands_in_nobodys_way(world, monkeypatch, later):
+    r, call = world()
+    machine = rent(r)
+    call("machine", "protect", machine.id)
+    plan = call("machine", "destroy", machine.id, "--json").error["details"]["plan"]
+    call("approve", plan, "--statement", "yes")
+
+    class Died(BaseException):
+        pass
+
+    def die(*args, **more):
+        raise Died
+
+    with monkeypatch.context() as dying:
+        dying.setattr(intents, "begin", die)
+        with pytest.raises(Died):
+            call("machine", "destroy", machine.id)
+    assert list((r.op.user_state / "uses").glob("a_*.json")), "it was used"
+    r.clock.sleep(later)
+    if later > HOUR:
+        refused = call("machine", "destroy", machine.id, "--json")
+        assert refused.error["code"] == "machine_protected"
+        assert call("approve", refused.error["details"]["plan"], "--statement", "yes").exit_code == 0
+    assert call("machine", "destroy", machine.id).exit_code == 0 and not r.burning()
+
+
+def test_an_end_that_began_with_a_yes_goes_on_without_another(world):
+    r, call = world()
+    machine = rent(r)
+    call("machine", "protect", machine.id)
+    plan = call("machine", "destroy", machine.id, "--json").error["details"]["plan"]
+    call("approve", plan, "--statement", "yes")
+    assert call("machine", "destroy", machine.id, "--wait", "0s").exit_code == 6
+    r.clock.sleep(2 * HOUR)
+    assert call("machine", "destroy", machine.id).exit_code == 0 and not r.burning()
 
 
 def test_protection_goes_with_an_approval_only(world):

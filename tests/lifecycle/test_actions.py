@@ -27,6 +27,7 @@ from gpu_skills.lifecycle.approval import actions, approvals
 from gpu_skills.lifecycle.approval.actions import ActionPlan
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.plans.plan import Plan
+from gpu_skills.lifecycle.renting import keeping
 
 
 @pytest.fixture
@@ -85,15 +86,6 @@ def test_two_that_are_measured_are_two_even_if_they_say_the_same(op):
     assert actions.freeze(op.project, extension(op)) != actions.freeze(op.project, extension(op))
 
 
-def test_the_end_of_a_machine_is_always_the_same_plan(op):
-    machine = machines.Machine("m_0123456789", "vast", "4711", "ready")
-    first = actions.destroy_plan(op.project, machine)
-    later = actions.destroy_plan(op.project, replace(machine, status="busy", conditions=("protected",)))
-    assert actions.freeze(op.project, first) == actions.freeze(op.project, later) == first.ask().sha256
-    other = actions.destroy_plan(op.project, replace(machine, id="m_0123456788"))
-    assert other.ask().sha256 != first.ask().sha256
-
-
 @pytest.mark.parametrize("name", ["", "0123456", "../../etc/passwd", "0" * 65, "ABCDEF0123", "*" * 8, "draft-xyz"])
 def test_what_is_no_name_of_a_plan_is_unknown(op, name):
     actions.freeze(op.project, extension(op))
@@ -149,7 +141,7 @@ def test_the_person_reads_what_is_done_to_which_machine_and_what_it_may_cost(op)
         "reaches it: HF_TOKEN; it is a stranger's",
         "note: the disk\\nis full",
     )
-    destroy = actions.destroy_plan(op.project, machines.Machine("m_1", "vast", "4711")).ask()
+    destroy = ActionPlan("destroy", op.project.project_id, "m_1", "vast", "4711").ask()
     assert "its disk and everything on it that was not pulled is gone for good" in destroy.lines
 
 
@@ -198,12 +190,18 @@ def test_an_action_that_was_begun_does_not_begin_again_after_the_approval_expire
 
 def test_the_approval_of_one_machines_end_is_none_for_another_machine(op):
     machine = machines.Machine("m_0123456789", "vast", "4711")
-    ask = actions.destroy_plan(op.project, machine).ask()
-    approvals.give(op, ask, statement="destroy m_0123456789", source="approve")
+    ask = keeping.named_plan(op, "destroy", machine).ask()
+    given = approvals.give(op, ask, statement="destroy m_0123456789", source="approve")
     assert approvals.find(op, ask).subject["machine"] == "m_0123456789"
+    assert keeping.named_plan(op, "destroy", machine).ask() == ask
+    other = replace(machine, id="m_0123456788")
     with pytest.raises(ApprovalNeeded) as caught:
-        approvals.find(op, actions.destroy_plan(op.project, replace(machine, id="m_0123456788")).ask())
-    assert caught.value.details["commands"] == ["gpu approve --machine m_0123456788 --statement TEXT"]
+        approvals.find(op, keeping.named_plan(op, "destroy", other).ask())
+    assert caught.value.details["commands"] == [f"gpu approve {caught.value.details['plan'][:12]} --statement TEXT"]
+    for action, machine_id in (("destroy", other.id), ("stop", machine.id)):
+        with pytest.raises(ApprovalInvalid):
+            actions.named_by(op.project, given, action, machine_id)
+    assert actions.named_by(op.project, given, "destroy", machine.id).ask() == ask
 
 
 def test_a_use_that_cannot_be_read_allows_nothing(op):

@@ -24,7 +24,7 @@ from gpu_skills.lifecycle import machines, runs
 from gpu_skills.lifecycle.approval import actions, approvals
 from gpu_skills.lifecycle.approval.approvals import Approval
 from gpu_skills.lifecycle.plans import plan as plans
-from gpu_skills.lifecycle.renting import provision
+from gpu_skills.lifecycle.renting import keeping, provision
 from sshd import make_key
 
 pytestmark = pytest.mark.usefixtures("allow_subprocess")
@@ -266,10 +266,10 @@ def test_a_message_that_allows_less_than_the_worst_case_is_refused(op, owner, as
 
 def test_the_end_of_one_machine_is_not_signed_for_by_the_end_of_another(op, owner):
     machine = machines.Machine("m_0123456789", "vast", "4711")
-    ask = actions.destroy_plan(op.project, machine).ask()
+    ask = keeping.named_plan(op, "destroy", machine).ask()
     owner.approve(op, ask)
     assert approvals.find(op, ask).signer
-    other = actions.destroy_plan(op.project, replace(machine, id="m_0123456788")).ask()
+    other = keeping.named_plan(op, "destroy", replace(machine, id="m_0123456788")).ask()
     write_lines(op, {**lines(op)[0], "plan_sha256": other.sha256, "subject": other.subject})
     with pytest.raises(ApprovalInvalid):
         approvals.find(op, other)
@@ -374,7 +374,7 @@ def test_another_environment_does_not_forget_that_a_signature_was_used(op, owner
         moved = {**op.environ, variable: str(tmp_path / f"elsewhere{number}")}
         refused(ApprovalUsed, "was used", op=replace(op, environ=moved))
     machine = machines.Machine("m_0123456789", "vast", "4711")
-    end = actions.destroy_plan(op.project, machine).ask()
+    end = keeping.named_plan(op, "destroy", machine).ask()
     approvals.use(op, owner.approve(op, end), end)
     approvals.finish(op, approvals.find(op, end))
     moved = {"HOME": str(tmp_path / "nowhere")}
@@ -434,7 +434,7 @@ def test_provisioning_rents_nothing_under_an_approval_that_does_not_hold(r, op, 
 
 def test_of_many_state_directories_at_once_one_uses_an_approval(r, op, owner, tmp_path):
     machine = machines.Machine("m_0123456789", "vast", "4711")
-    ask = actions.destroy_plan(op.project, machine).ask()
+    ask = keeping.named_plan(op, "destroy", machine).ask()
     approval = owner.approve(op, ask)
     rivals = [op]
     for number in range(5):

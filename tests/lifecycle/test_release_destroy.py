@@ -7,9 +7,20 @@ from datetime import timedelta
 
 import pytest
 
-from gpu_skills.errors import AuthRejected, JobRunning, NetworkDenied, NotOwned, Protected
+from gpu_skills.errors import (
+    ApprovalInvalid,
+    ApprovalNeeded,
+    ApprovalUsed,
+    AuthRejected,
+    JobRunning,
+    NetworkDenied,
+    NotOwned,
+    Protected,
+)
 from gpu_skills.lifecycle import intents, labels, machines
+from gpu_skills.lifecycle.approval import actions, approvals
 from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.renting import keeping
 from rented import rent
 
 VENDORS = pytest.mark.parametrize("vendor", ["vast", "runpod"])
@@ -192,7 +203,23 @@ def test_a_protected_machine_takes_an_approval_that_names_it(rig, how):
     with pytest.raises(Protected):
         release.destroy(r.op, machine, why="asked")
     assert r.calls("destroy") == 0 and r.burning()
-    assert release.destroy(r.op, machine, why="asked", wait_s=600, approval_id="a_0123456789abcdef") == "destroyed"
+    for wrong in ("stop", "unprotect"):
+        with pytest.raises(ApprovalInvalid):
+            release.destroy(r.op, machine, why="asked", approval=agreed(r, wrong, machine))
+    forged = replace(agreed(r, "destroy", machine), id="a_0123456789abcdef")
+    with pytest.raises(ApprovalNeeded):
+        release.destroy(r.op, machine, why="asked", approval=forged)
+    assert r.calls("destroy") == 0 and r.burning()
+    approval = agreed(r, "destroy", machine)
+    assert release.destroy(r.op, machine, why="asked", wait_s=600, approval=approval) == "destroyed"
+    with pytest.raises(ApprovalUsed):
+        approvals.find(r.op, actions.named_by(r.project, approval, "destroy", machine.id).ask())
+
+
+def agreed(r, action, machine):
+    """A person's yes to this."""
+    ask = keeping.named_plan(r.op, action, machine).ask()
+    return approvals.give(r.op, ask, statement=f"{action} it", source="approve")
 
 
 def test_what_stands_in_the_way_is_raised_before_anything_is_written(rig):

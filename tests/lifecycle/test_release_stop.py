@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from gpu_skills.errors import AlreadyGone, AuthRejected, JobRunning, NotCollected, Protected, StopFailed
+from gpu_skills.errors import AlreadyGone, ApprovalUsed, AuthRejected, JobRunning, NotCollected, Protected, StopFailed
 from gpu_skills.lifecycle import intents, machines
+from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.renting import keeping
 from gpu_skills.state import budget
 from rented import rent
 
@@ -106,7 +108,31 @@ def test_a_protected_machine_is_not_stopped_without_an_approval_that_names_it(ri
     machines.update(r.project, machine.id, lambda found: replace(found, conditions=("protected",)))
     with pytest.raises(Protected):
         release.stop(r.op, machine)
-    assert release.stop(r.op, machine, approval_id="a_0123456789abcdef").status == "stopped"
+    ask = keeping.named_plan(r.op, "stop", machine).ask()
+    approval = approvals.give(r.op, ask, statement="stop it", source="approve")
+    assert release.stop(r.op, machine, approval=approval).status == "stopped"
+    with pytest.raises(ApprovalUsed):
+        release.stop(r.op, machine, approval=approval)
+
+
+def test_a_stop_that_was_allowed_and_is_not_seen_goes_on_without_a_second_yes(rig):
+    r = rig("vast")
+    machine = rent(r)
+    machines.update(r.project, machine.id, lambda found: replace(found, conditions=("protected",)))
+    ask = keeping.named_plan(r.op, "stop", machine).ask()
+    approval = approvals.give(r.op, ask, statement="stop it", source="approve")
+    r.fault("500", "state", times=4)
+    with pytest.raises(StopFailed):
+        release.stop(r.op, machine, wait_s=30, approval=approval)
+    assert release.stop(r.op, machine).status == "stopped"
+    assert [i.result for i in intents.read(r.project).values() if i.action == "stop"] == ["done"]
+
+
+def test_its_deadline_stops_a_protected_machine_like_any_other(rig):
+    r = rig("vast")
+    machine = rent(r)
+    machines.update(r.project, machine.id, lambda found: replace(found, conditions=("protected",)))
+    assert release.stop(r.op, machine, why="deadline_passed", despite_jobs=True).status == "stopped"
 
 
 def test_what_is_gone_is_not_stopped(rig):

@@ -24,16 +24,14 @@ MAX_FILE_BYTES = 64 << 10
     example='gpu approve 3f2a9c81d004 --statement "rent it for 4 dollars at most"',
     exits="0 approved, or shown · 2 usage, no such plan · 3 refused · 4 a person has to agree, or the yes is void",
 )
-@click.argument("plan", required=False)
-@click.option("--machine", "machine_id", metavar="M", help="In place of PLAN: the end of this protected machine.")
+@click.argument("plan")
 @click.option("--show", is_flag=True, help="Print what a person has to read, and what to type; reads only.")
 @click.option("--statement", metavar="TEXT", help="The person's own words, where the policy asks for no signature.")
 @click.option("--signature", type=click.Path(path_type=Path), metavar="FILE", help="The signature: FILE.sig.")
 @click.option("--message", type=click.Path(path_type=Path), metavar="FILE", help="What was signed, if not FILE.")
 def approve(
     context: Context,
-    plan: str | None,
-    machine_id: str | None,
+    plan: str,
     show: bool,
     statement: str | None,
     signature: Path | None,
@@ -50,22 +48,22 @@ def approve(
         raise UsageError("--show, --statement and --signature exclude each other", next_step="gpu approve --help")
     if message is not None and signature is None:
         raise UsageError("--message goes with --signature", next_step="gpu approve --help")
-    ask = _asked_for(context, plan, machine_id)
+    ask = _asked_for(context, plan)
     if show:
         return _shown(context, ask)
     _require_operate(context)
     op = context.operator
     if signature is not None:
         signed = _content(context, message if message is not None else _unsigned(signature))
-        return _given(ask, approvals.give_signed(op, ask, signed, _content(context, signature)))
+        return _given(context, ask, approvals.give_signed(op, ask, signed, _content(context, signature)))
     standing = _standing(context, ask)
     if isinstance(standing, ApprovalUsed):
         raise standing
     if not isinstance(standing, GpuError):
-        return _given(ask, standing, already=True)
+        return _given(context, ask, standing, "was approved already: {id}, until {until}")
     if statement is not None:
-        return _given(ask, approvals.give(op, ask, statement=statement, source="approve"))
-    return _given(ask, _asked(context, ask))
+        return _given(context, ask, approvals.give(op, ask, statement=statement, source="approve"))
+    return _given(context, ask, _asked(context, ask))
 
 
 def agree(context: Context, ask: Ask, *, yes: bool) -> Approval:
@@ -104,20 +102,10 @@ def _asked(context: Context, ask: Ask) -> Approval:
     return approvals.give(op, ask, statement="yes", source="terminal")
 
 
-def _asked_for(context: Context, plan: str | None, machine_id: str | None) -> Ask:
-    from gpu_skills.lifecycle import machines
+def _asked_for(context: Context, plan: str) -> Ask:
     from gpu_skills.lifecycle.approval import actions, approvals
 
-    project = context.project
-    if (plan is None) == (machine_id is None):
-        raise UsageError("name one plan, or one machine with --machine", next_step="gpu approve --help")
-    if machine_id is not None:
-        machine = machines.find(project, machine_id)
-        if machine is None or not machine.is_rented:
-            raise UsageError(f"this project rents no machine {machine_id}", next_step="gpu machine ls")
-        return actions.destroy_plan(project, machine).ask()
-    assert plan is not None
-    name, found = actions.load(project, plan)
+    name, found = actions.load(context.project, plan)
     return found.ask() if isinstance(found, actions.ActionPlan) else approvals.ask_of_plan(name, found)
 
 
@@ -138,8 +126,7 @@ def _shown(context: Context, ask: Ask) -> Output:
     standing = _standing(context, ask)
     document = _document(ask, op.policy().approval_level)
     if not isinstance(standing, GpuError):
-        document["approval"] = _record(standing)
-        return Output(document, f"{ask.text}\n\napproved until {document['approval']['expires_at']}: {standing.id}")
+        return _given(context, ask, standing, "approved until {until}: {id}")
     passed_over = standing.details.get("passed_over", [])
     try:
         commands = approvals.commands(op, ask)
@@ -157,10 +144,17 @@ def _shown(context: Context, ask: Ask) -> Output:
     return Output(document, text, hints=hints)
 
 
-def _given(ask: Ask, approval: Approval, *, already: bool = False) -> Output:
-    document = {**_document(ask, approval.level), "approval": _record(approval)}
-    said = "was approved already" if already else "approved"
-    return Output(document, f"{ask.text}\n\n{said}: {approval.id}, until {document['approval']['expires_at']}")
+def _given(context: Context, ask: Ask, approval: Approval, said: str = "approved: {id}, until {until}") -> Output:
+    """A yes that there is. One that is in use serves for nothing but what uses it."""
+    from gpu_skills.lifecycle.approval import approvals
+
+    used = approvals.used_by(context.operator, ask, approval) if approval.is_begun else None
+    document = {**_document(ask, approval.level), "approval": _record(approval), "used": used}
+    if used is not None:
+        said = f"used by {used['by']} at {used['at']}: {approval.id}"
+        return Output(document, f"{ask.text}\n\n{said}", hints=[f"next: {used['next_step']} goes on with it"])
+    said = said.format(id=approval.id, until=document["approval"]["expires_at"])
+    return Output(document, f"{ask.text}\n\n{said}")
 
 
 def _document(ask: Ask, level: str) -> dict[str, Any]:
@@ -176,6 +170,7 @@ def _document(ask: Ask, level: str) -> dict[str, Any]:
         "text": ask.text,
         "expires_at": None if ask.expires_at is None else timestamp(ask.expires_at),
         "approval": None,
+        "used": None,
         "code": None,
         "reason": None,
         "commands": [],

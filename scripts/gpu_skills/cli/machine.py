@@ -10,13 +10,23 @@ from gpu_skills.cli.base import LazyGroup, command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.durations import DURATION, POSITIVE_DURATION
 from gpu_skills.cli.output import Output, say, table
-from gpu_skills.cli.project import machine_document
-from gpu_skills.errors import DestroyNotTaken, GpuError, Refused, TeardownIncomplete, UsageError
+from gpu_skills.cli.project import ABANDON, machine_document
+from gpu_skills.errors import (
+    ApprovalNeeded,
+    DestroyNotTaken,
+    GpuError,
+    Protected,
+    Refused,
+    TeardownIncomplete,
+    UsageError,
+)
 from gpu_skills.units import format_usd, json_number, usd
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gpu_skills.lifecycle.approval.actions import ActionPlan
-    from gpu_skills.lifecycle.approval.approvals import Approval
+    from gpu_skills.lifecycle.approval.approvals import Approval, Ask
     from gpu_skills.lifecycle.machines import Machine
 
 _C = "gpu_skills.cli.machine:"
@@ -118,18 +128,21 @@ def _leaving(context: Context, one: Machine) -> dict[str, Any] | None:
 @command(
     "stop",
     example="gpu machine stop m_4f6c2a",
-    exits="0 stopped · 2 no such machine · 3 a job runs, or outputs would be lost · 5 the provider refused · "
-    "6 it does not show as stopped",
+    exits="0 stopped · 2 no such machine · 3 a job runs, outputs would be lost, or it is protected · "
+    "5 the provider refused · 6 it does not show as stopped",
 )
 @_MACHINE
 @click.option("--wait", "wait_s", type=DURATION, default="5m", show_default=True, help="Longest look for the end.")
 def stop(context: Context, machine_id: str, wait_s: float) -> Output:
-    """Stop a rented machine and see it stopped. Its storage bills on until it is destroyed."""
+    """Stop a rented machine and see it stopped. Its storage bills on until it is destroyed.
+
+    A protected machine takes an approval that names it.
+    """
+    from gpu_skills.jobs import release
     from gpu_skills.lifecycle.books import accounting
-    from gpu_skills.lifecycle.ending import release
 
     one = _rented(context, machine_id)
-    stopped = release.stop(context.operator, one, wait_s=wait_s)
+    stopped = release.stop(context.operator, one, wait_s=wait_s, agree=by_name(context), tell=looks(context))
     accounting.close(context.operator, stopped)
     document = document_of(stopped)
     burn = f"its storage costs {format_usd(document['burn_usd_hr'])}/h"
@@ -244,7 +257,7 @@ def protect(context: Context, machine_id: str, off: bool) -> Output:
     if not off:
         return Output({"machine": document_of(keeping.protect(op, one))}, f"{one.id} is protected")
     if "protected" in one.conditions:
-        one = keeping.unprotect(op, one, agree(context, keeping.unprotect_plan(op, one).ask(), yes=False))
+        one = keeping.unprotect(op, one, agree(context, keeping.named_plan(op, "unprotect", one).ask(), yes=False))
     return Output({"machine": document_of(one)}, f"{one.id} is not protected")
 
 
@@ -258,12 +271,7 @@ def protect(context: Context, machine_id: str, off: bool) -> Output:
     "or not ours · 5 the provider refused, or did not take it · 6 not proven gone yet: gpu reconcile",
 )
 @_MACHINE
-@click.option(
-    "--abandon-outputs",
-    multiple=True,
-    metavar="JOB",
-    help="The user's explicit instruction to lose this job's outputs.",
-)
+@ABANDON
 @click.option("--wait", "wait_s", type=DURATION, default="4m", show_default=True, help="Longest look for the end.")
 @_YES
 def destroy(context: Context, machine_id: str, abandon_outputs: tuple[str, ...], wait_s: float, yes: bool) -> Output:
@@ -274,53 +282,58 @@ def destroy(context: Context, machine_id: str, abandon_outputs: tuple[str, ...],
     from gpu_skills.jobs import release as jobs_release
 
     one = _rented(context, machine_id)
-    op = context.operator
-    approval = _allowed_to_end(context, one, yes=yes)
     state = jobs_release.destroy(
-        op,
+        context.operator,
         one,
         abandon=abandon_outputs,
         wait_s=wait_s,
-        approval_id=None if approval is None else approval.id,
+        agree=by_name(context, yes=yes),
+        tell=looks(context),
     )
-    return ended(context, one, state, approval)
+    return ended(context, one, state)
 
 
-def ended(context: Context, one: Machine, state: str, approval: Approval | None = None) -> Output:
-    """What to say after a destroy: gone, or on its way with the command that goes on."""
+def looks(context: Context) -> Callable[[str], None]:
+    """Who hears of each look while the end of a machine is waited for: a person, no program."""
+    return (lambda line: None) if context.json else say
+
+
+def by_name(context: Context, *, yes: bool = False) -> Callable[[Ask], Approval]:
+    """How a protected machine's end gets its approval: one that names it, or an answer on the terminal. `--yes` names
+    none, it only keeps from asking. Protected says what else can be typed."""
+    from gpu_skills.cli.approve import agree
     from gpu_skills.lifecycle.approval import approvals
+
+    def named(ask: Ask) -> Approval:
+        try:
+            return approvals.find(context.operator, ask) if yes else agree(context, ask, yes=False)
+        except ApprovalNeeded as exc:
+            machine = str(ask.subject["machine"])
+            commands = exc.details.get("commands") or []
+            how = f"gpu approve {ask.name} --statement TEXT" if len(commands) == 1 else f"gpu approve {ask.name} --show"
+            raise Protected(
+                machine=machine,
+                next_step=f"gpu machine protect {machine} --off; or, for this once: {how}",
+                plan=ask.sha256,
+                text=ask.text,
+                commands=commands,
+            ) from exc
+
+    return named
+
+
+def ended(context: Context, one: Machine, state: str) -> Output:
+    """What to say after a destroy: gone, or on its way with the command that goes on."""
     from gpu_skills.lifecycle.ending import release
 
     op = context.operator
     now = release.current(op, one)
     if state == "destroyed":
-        if approval is not None:
-            approvals.finish(op, approval)
-            approvals.note_used(op, approval)
         return Output({"machine": document_of(now)}, f"{one.id} is destroyed")
     evidence = release.evidence_of(op, now)
     if evidence.taken_at is None and evidence.refused is not None:
         raise DestroyNotTaken(provider=one.provider, machine=one.id, reason=evidence.refused)
     raise TeardownIncomplete(machines=one.id)
-
-
-def _allowed_to_end(context: Context, one: Machine, *, yes: bool) -> Approval | None:
-    """The approval that names a protected machine. `--yes` names none, and the words of a yes are never asked twice."""
-    from gpu_skills.cli.approve import agree
-    from gpu_skills.errors import ApprovalNeeded, Protected
-    from gpu_skills.lifecycle.approval import actions, approvals
-    from gpu_skills.lifecycle.ending import ownership, release
-
-    op = context.operator
-    if not ownership.needs_named_approval(one, release.look(op, one)):
-        return None
-    ask = actions.destroy_plan(context.project, one).ask()
-    try:
-        approval = agree(context, ask, yes=False) if context.is_interactive and not yes else approvals.find(op, ask)
-    except ApprovalNeeded as exc:
-        raise Protected(machine=one.id) from exc
-    approvals.use(op, approval, ask)
-    return approval
 
 
 # documents ----------------------------------------------------------------------------------------------------------

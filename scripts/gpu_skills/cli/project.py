@@ -12,6 +12,14 @@ from gpu_skills.cli.durations import DURATION
 from gpu_skills.cli.output import Output, table
 from gpu_skills.units import format_usd, json_number, usd
 
+ABANDON = click.option(
+    "--abandon-outputs",
+    multiple=True,
+    metavar="JOB",
+    help="The user's explicit instruction to lose this job's outputs. A machine's id stands for what jobs left there "
+    "that no record names.",
+)
+
 
 @command(
     "init",
@@ -116,21 +124,17 @@ def status(context: Context) -> Output:
 @command(
     "destroy",
     example="gpu destroy",
-    exits="0 done · 1 failed · 3 a job runs or outputs are not collected · 5 provider · 6 not proven gone yet",
+    exits="0 done · 1 failed · 3 a job runs, outputs are not collected, or it is protected · 5 provider · "
+    "6 not proven gone yet",
 )
-@click.option(
-    "--abandon-outputs",
-    multiple=True,
-    metavar="JOB",
-    help="The user's explicit instruction to lose this job's outputs.",
-)
+@ABANDON
 @click.option("--wait", type=DURATION, metavar="TIME", help="Wait so long for the proof that a rented one is gone.")
 def destroy(context: Context, abandon_outputs: tuple[str, ...], wait: float | None) -> Output:
     """End the project's machine: a rented one is destroyed, a host of yours stays up. Spends nothing.
 
     Refused while a job runs on it or outputs are not collected. Machines made for one job end with their job.
     """
-    from gpu_skills.cli.machine import ended
+    from gpu_skills.cli.machine import by_name, ended, looks
     from gpu_skills.jobs import release
     from gpu_skills.lifecycle import machines, states
 
@@ -143,7 +147,14 @@ def destroy(context: Context, abandon_outputs: tuple[str, ...], wait: float | No
             release.give_back(context.project, context.ledger, context.clock, context.connect, machine, abandon_outputs)
             released.append(machine.id)
         elif machine.machine_class == "project":
-            status = release.destroy(context.operator, machine, abandon=abandon_outputs, wait_s=wait)
+            status = release.destroy(
+                context.operator,
+                machine,
+                abandon=abandon_outputs,
+                wait_s=wait,
+                agree=by_name(context),
+                tell=looks(context),
+            )
             released += [machine.id] if status == "destroyed" else []
             left += [] if status == "destroyed" else [machine]
     for machine in left:

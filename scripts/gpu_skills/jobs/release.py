@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpu_skills.clock import Clock, timestamp
-from gpu_skills.errors import JobNotFound, JobRunning, NotCollected, Refused, RemoteError
+from gpu_skills.errors import JobNotFound, JobRunning, NotCollected, Protected, Refused, RemoteError
 from gpu_skills.jobs import gone, observe
 from gpu_skills.jobs.records import JobFolder, is_collected
 from gpu_skills.lifecycle import intents, machines, states
@@ -19,7 +19,10 @@ from gpu_skills.state.project import Project
 from gpu_skills.units import counted, format_bytes
 
 if TYPE_CHECKING:
+    from gpu_skills.lifecycle.approval.approvals import Approval, Ask
     from gpu_skills.lifecycle.operator import Operator
+
+    Agree = Callable[[Ask], Approval]
 
 # Of one job, in a refusal: enough to see what it is about.
 FILES_SHOWN = 20
@@ -41,7 +44,7 @@ def give_back(
         raise Refused(
             f"{machine.id} is rented: only its destruction ends its bill", next_step=f"gpu machine destroy {machine.id}"
         )
-    _require_known(ledger, abandon, ())
+    _require_known(project, ledger, abandon)
     with closing(connect(machine)) as link:
         for obstacle in _obstacles_there(project, ledger, clock, link, abandon):
             raise obstacle
@@ -58,23 +61,61 @@ def destroy(
     why: str = "asked",
     abandon: Collection[str] = (),
     wait_s: float | None = None,
-    approval_id: str | None = None,
+    agree: Agree | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Literal["destroyed", "terminating"]:
     """Destroy a rented machine, unless a job runs there or only it has what jobs left.
 
-    abandon: as for `give_back`; it is recorded before anything is asked of the provider.
+    abandon: as for `give_back`; it is recorded before anything is asked of the provider. agree: the approval for the
+    end of a protected machine, asked for when nothing else stands in the way; without it such a one is Protected.
+    tell: one line for each look.
     """
     from gpu_skills.lifecycle.ending import release
 
     machine = release.current(op, machine)
-    obstacles = gate(op, machine, abandon)
-    if not obstacles:
-        _record_abandoned(op.project, op.ledger, op.clock, machine, abandon)
-        if abandon:
-            given_up = {"names": sorted(set(abandon))[:FILES_SHOWN]}
-            intents.observe(op.project, op.clock, "outputs_abandoned", machine_id=machine.id, details=given_up)
+    for obstacle in gate(op, machine, abandon):
+        raise obstacle
+    approval = _named_approval(op, "destroy", machine, agree)
+    _record_abandoned(op.project, op.ledger, op.clock, machine, abandon)
+    if abandon:
+        given_up = {"names": sorted(set(abandon))[:FILES_SHOWN]}
+        intents.observe(op.project, op.clock, "outputs_abandoned", machine_id=machine.id, details=given_up)
     more = {} if wait_s is None else {"wait_s": wait_s}
-    return release.destroy(op, machine, why=why, gate=obstacles, approval_id=approval_id, **more)
+    return release.destroy(op, machine, why=why, approval=approval, tell=tell, **more)
+
+
+def stop(
+    op: Operator,
+    machine: Machine,
+    *,
+    why: str = "asked",
+    wait_s: float | None = None,
+    agree: Agree | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Machine:
+    """Stop a rented machine, unless a job runs there or a stop would lose outputs. agree, tell: as for `destroy`."""
+    from gpu_skills.lifecycle.ending import release
+
+    machine, _ = release.stoppable(op, machine)
+    approval = _named_approval(op, "stop", machine, agree)
+    more = {} if wait_s is None else {"wait_s": wait_s}
+    return release.stop(op, machine, why=why, approval=approval, tell=tell, **more)
+
+
+def _named_approval(
+    op: Operator, action: Literal["stop", "destroy"], machine: Machine, agree: Agree | None
+) -> Approval | None:
+    """What the end of a protected machine takes; None where it takes nothing, or has begun already."""
+    from gpu_skills.lifecycle.ending import ownership, release
+    from gpu_skills.lifecycle.renting import keeping
+
+    if machine.status in states.FINAL or release.under_way(op, action, machine.id) is not None:
+        return None
+    if not ownership.needs_named_approval(machine, release.look(op, machine)):
+        return None
+    if agree is None:
+        raise Protected(machine=machine.id)
+    return agree(keeping.named_plan(op, action, machine).ask())
 
 
 def gate(op: Operator, machine: Machine, abandon: Collection[str] = ()) -> list[Refused]:
@@ -90,13 +131,14 @@ def gate(op: Operator, machine: Machine, abandon: Collection[str] = ()) -> list[
                 return _obstacles_there(op.project, op.ledger, op.clock, link, abandon)
         except RemoteError as exc:
             op.say(f"{machine.id} does not answer ({exc.message}): what is on record counts")
-    _require_known(op.ledger, abandon, {machine.id})
+    _require_known(op.project, op.ledger, abandon)
     return [] if machine.status in states.FINAL else _obstacles_on_record(op, machine, abandon)
 
 
-def _require_known(ledger: Ledger, names: Collection[str], others: Collection[str]) -> None:
+def _require_known(project: Project, ledger: Ledger, names: Collection[str], others: Collection[str] = ()) -> None:
+    """That what is given up exists: a job, or a machine for the jobs there that no record names."""
     for name in names:
-        if name not in others and ledger.latest(name) is None:
+        if name not in others and ledger.latest(name) is None and machines.find(project, name) is None:
             raise JobNotFound(job=name)
 
 
@@ -113,7 +155,7 @@ def _obstacles_there(
     """As the machine tells it."""
     observe.settle(project, ledger, clock, link)
     strange = _unrecorded(project, ledger, link) if link.machine.is_rented else {}
-    _require_known(ledger, abandon, {link.machine.id, *strange})
+    _require_known(project, ledger, abandon, strange)
     running = observe.open_jobs(ledger, link.machine.id)
     if running:
         return [JobRunning(job=running[0]["id"])]

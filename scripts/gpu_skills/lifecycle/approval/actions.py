@@ -22,8 +22,7 @@ from gpu_skills.state.project import Project
 from gpu_skills.units import format_usd, json_number
 
 if TYPE_CHECKING:
-    from gpu_skills.lifecycle.approval.approvals import Ask
-    from gpu_skills.lifecycle.machines import Machine
+    from gpu_skills.lifecycle.approval.approvals import Approval, Ask
 
 SCHEMA_VERSION = 1
 Action = Literal["extend", "start", "stop", "destroy", "unprotect"]
@@ -101,11 +100,6 @@ class ActionPlan:
         )
 
 
-def destroy_plan(project: Project, machine: Machine) -> ActionPlan:
-    """The plan to destroy a protected machine. Always the same for one machine: it can be made again to ask for it."""
-    return ActionPlan("destroy", project.project_id, machine.id, machine.provider, machine.instance_id)
-
-
 def canonical(plan: ActionPlan) -> bytes:
     """The bytes that are hashed."""
     return json.dumps(
@@ -148,6 +142,15 @@ def load(project: Project, name: str) -> tuple[str, Plan | ActionPlan]:
             plan=full[:SHOWN_CHARS],
         )
     return full, plan
+
+
+def named_by(project: Project, approval: Approval, action: Action, machine_id: str) -> ActionPlan:
+    """The plan that an approval allows, if it is to do this to this machine; ApprovalInvalid otherwise."""
+    _, plan = load(project, approval.plan_sha256)
+    if not isinstance(plan, ActionPlan) or plan.action != action or plan.machine_id != machine_id:
+        reason = f"approval {approval.id} is not for: {action} {machine_id}"
+        raise ApprovalInvalid(reason=reason, plan=approval.plan_sha256[:SHOWN_CHARS])
+    return plan
 
 
 def _full_name(project: Project, name: str) -> str:

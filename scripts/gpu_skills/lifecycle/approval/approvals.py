@@ -28,13 +28,14 @@ from gpu_skills.lifecycle.approval import approval_record, signatures
 from gpu_skills.lifecycle.approval.approval_record import APPROVALS, Approval
 from gpu_skills.lifecycle.approval.asks import Ask, ask_of_plan
 from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.state import files, journal, strict_json
 from gpu_skills.state.policy import Policy
 from gpu_skills.units import format_usd, json_number, usd
 
 __all__ = [
     "Approval", "Ask", "Use", "ask_of_plan", "commands", "find", "finish", "give", "give_signed", "message",
-    "needed", "note_used", "use",
+    "needed", "note_used", "use", "used_by",
 ]  # fmt: skip
 
 LIFE = timedelta(hours=1)
@@ -71,7 +72,7 @@ def give(op: Operator, ask: Ask, *, statement: str, source: str) -> Approval:
     if not words or len(words) > MAX_WORDS:
         raise UsageError(
             f"a statement has 1 to {MAX_WORDS} characters, this one {len(words)}",
-            next_step=f"gpu approve {ask.argument} --statement TEXT",
+            next_step=f"gpu approve {ask.name} --statement TEXT",
         )
     return _record(op, replace(_draft(op, ask, "statement"), statement=words, source=source))
 
@@ -107,18 +108,18 @@ def commands(op: Operator, ask: Ask) -> list[str]:
     policy = op.policy()
     if policy.approval_level == "statement":
         _require_open(op, ask)
-        return [f"gpu approve {ask.argument} --statement TEXT"]
+        return [f"gpu approve {ask.name} --statement TEXT"]
     file = f"approval-{ask.name}.txt"
     signing = signatures.signing_commands(message(op, ask), namespace=policy.approval_namespace, file=file)
-    return [*signing, f"gpu approve {ask.argument} --signature {file}.sig"]
+    return [*signing, f"gpu approve {ask.name} --signature {file}.sig"]
 
 
 def needed(op: Operator, ask: Ask, why: str = "a person has to agree") -> ApprovalNeeded:
     """The error that carries the text to show, and what to type. Raises as `commands` when it is too late for a yes."""
     policy = op.policy()
-    step = f"show it to the person who pays: gpu approve {ask.argument} --show"
+    step = f"show it to the person who pays: gpu approve {ask.name} --show"
     if policy.approval_level == "statement":
-        step = f"ask the person who pays, then: gpu approve {ask.argument} --statement TEXT"
+        step = f"ask the person who pays, then: gpu approve {ask.name} --statement TEXT"
     elif not policy.approval_signers:
         why += ", with a signature, and the policy names nobody who may sign"
     return ApprovalNeeded(
@@ -239,6 +240,27 @@ def note_used(op: Operator, approval: Approval) -> None:
     journal.append(op.project.path(APPROVALS), [{**approval.to_record(), "used_at": now, "ts": now}])
 
 
+def used_by(op: Operator, ask: Ask, approval: Approval) -> dict[str, str] | None:
+    """Who uses an approval that `find` says is begun, since when, and what goes on with it; None: nobody does."""
+    run = runs.load(op, approval.id)
+    if run is not None:
+        made = [attempt.machine_id for attempt in run.attempts]
+        by = f"run {run.approval_id}" + (f" (machine {made[-1]})" if made else "")
+        return {"by": by, "at": run.began_at, "next_step": _follow(op, ask)}
+    found = _load_use(op, approval.id)
+    if found is None:
+        return None
+    by = f"the {found.action} of machine {ask.subject.get('machine')}"
+    return {"by": by, "at": found.used_at, "next_step": ask.plan_again}
+
+
+def _follow(op: Operator, ask: Ask) -> str:
+    """The command that goes on with what was rented by a plan."""
+    plan = plans.find(op.project, ask.sha256)
+    kind = None if plan is None else plan.machine_class
+    return {"job": f"gpu job run --plan {ask.name}", "project": "gpu setup"}.get(kind or "", "gpu status")
+
+
 def _use_path(op: Operator, approval_id: str) -> Path:
     return runs.folder(op, approval_id).parent / "uses" / f"{approval_id}.json"
 
@@ -299,7 +321,7 @@ def _require_fresh(op: Operator, ask: Ask, approval: Approval) -> None:
     if now >= approval.expires_at:
         raise ApprovalExpired(
             reason=f"approval {approval.id} expired {timestamp(approval.expires_at)}",
-            next_step=f"gpu approve {ask.argument} --show",
+            next_step=f"gpu approve {ask.name} --show",
             plan=ask.sha256,
         )
 
@@ -311,7 +333,8 @@ def _standing(op: Operator, ask: Ask, approval: Approval, *, is_echoed: bool) ->
         if run.plan_sha256 != ask.sha256 or run.owner != runs.owner_of(op):
             raise _used(ask, f"approval {approval.id} was used in another state directory or for another plan")
         if run.state not in ("open", "won"):
-            raise _used(ask, f"approval {approval.id} was used: its attempts are over ({run.state})")
+            by = f"run {run.approval_id} at {run.began_at}"
+            raise _used(ask, f"approval {approval.id} was used by {by}: its attempts are over ({run.state})")
         return "won" if run.state == "won" else "begun"
     if (found := _load_use(op, approval.id)) is not None:
         _require_ours(op, ask, found)
@@ -325,7 +348,8 @@ def _require_ours(op: Operator, ask: Ask, found: Use) -> None:
     if found.plan_sha256 != ask.sha256 or found.owner != runs.owner_of(op):
         raise _used(ask, f"approval {found.approval_id} was used in another state directory or for another plan")
     if found.finished_at is not None:
-        raise _used(ask, f"approval {found.approval_id} was used {found.used_at}")
+        by = f"the {found.action} of machine {ask.subject.get('machine')} at {found.used_at}"
+        raise _used(ask, f"approval {found.approval_id} was used by {by}")
 
 
 def _require_same_project(op: Operator, ask: Ask) -> None:
@@ -380,7 +404,7 @@ def _record(op: Operator, approval: Approval) -> Approval:
 
 
 def _invalid(ask: Ask, reason: str) -> ApprovalInvalid:
-    return ApprovalInvalid(reason=reason, next_step=f"gpu approve {ask.argument} --show", plan=ask.sha256)
+    return ApprovalInvalid(reason=reason, next_step=f"gpu approve {ask.name} --show", plan=ask.sha256)
 
 
 def _used(ask: Ask, reason: str) -> ApprovalUsed:

@@ -42,18 +42,14 @@ class Ask:
         return "\n".join(self.lines)
 
     @property
-    def argument(self) -> str:
-        """How `gpu approve` is told which: a machine's end is asked for by the machine."""
-        return f"--machine {self._machine}" if self.action == "destroy" else self.name
-
-    @property
     def plan_again(self) -> str:
         """The command that makes a new one when this is over."""
         steps = {
             "rent": "gpu plan --freeze",
-            "destroy": f"gpu approve {self.argument} --show",
+            "destroy": f"gpu machine destroy {self._machine}",
             "extend": f"gpu machine extend {self._machine}",
             "start": f"gpu machine start {self._machine}",
+            "stop": f"gpu machine stop {self._machine}",
             "unprotect": f"gpu machine protect {self._machine} --off",
         }
         return steps.get(self.action, "gpu status")

@@ -9,11 +9,11 @@ What was seen and said is in the journal, so that another command, days later, g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpu_skills.clock import time_of, timestamp
 from gpu_skills.errors import (
@@ -31,14 +31,17 @@ from gpu_skills.errors import (
     Refused,
     StopFailed,
 )
-from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.lifecycle import intents, labels, machines, runs, states, unrecorded
 from gpu_skills.lifecycle.ending import absence, ownership
 from gpu_skills.lifecycle.ending.absence import Look
 from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.providers.base import Machine as Instance
-from gpu_skills.units import json_number
+from gpu_skills.units import counted, format_duration, json_number
+
+if TYPE_CHECKING:
+    from gpu_skills.lifecycle.approval.approvals import Approval
 
 DEFAULT_WAIT_S = 240.0
 PAUSE_BETWEEN_LOOKS_S = 30.0
@@ -56,10 +59,18 @@ PRESENT, ABSENT = "present", "absent"
 TAKEN, NOT_TAKEN, ALARM = "destroy_taken", "destroy_not_taken", "destroy_unconfirmed"
 _OF_A_RELEASE = (PRESENT, ABSENT, TAKEN, NOT_TAKEN, ALARM)
 
+# One line for each look, for a person who waits for it.
+Tell = Callable[[str], None]
+
+
+def _untold(line: str) -> None:
+    return None
+
 
 # destroying ---------------------------------------------------------------------------------------------------------
 
 
+@unrecorded.tells("destroy")
 def destroy(
     op: Operator,
     machine: Machine,
@@ -67,13 +78,16 @@ def destroy(
     why: str,
     wait_s: float = DEFAULT_WAIT_S,
     gate: Sequence[Refused] = (),
-    approval_id: str | None = None,
+    approval: Approval | None = None,
+    tell: Tell = _untold,
 ) -> Literal["destroyed", "terminating"]:
     """End a machine of ours for good; `terminating` when that is not proven within wait_s.
 
     gate: what stands in the way, as the layers above see it (jobs, outputs): the first is raised and nothing happens.
-    approval_id: of an approval that names this machine, for a protected one. Raises NotOwned, Protected, and whatever
-    keeps the provider from being asked at all; AuthRejected when it does not let us: the wish stays in the journal.
+    approval: of a plan to destroy this machine, for a protected one: it is verified, and used up once nothing stands
+    in the way any more. What was begun goes on without another. Raises NotOwned, Protected, what is wrong with the
+    approval, and whatever keeps the provider from being asked at all; AuthRejected when it does not let us: the wish
+    stays in the journal.
     """
     machine = current(op, machine)
     if machine.status in states.FINAL:
@@ -85,32 +99,60 @@ def destroy(
     if seen is not None:
         machine = _with_instance(op, machine, seen)
         ownership.require_ours(op, machine, seen)
-    if ownership.needs_named_approval(machine, seen) and approval_id is None:
-        raise Protected(machine=machine.id)
     if open_destroy(op, machine.id) is None:
-        intents.begin(
-            op.project,
-            op.clock,
-            "destroy",
-            intents.new_id(),
-            provider=machine.provider,
-            account=machine.account,
-            machine_id=machine.id,
-            instance_id=machine.instance_id,
-            label=machine.label,
-            approval_id=approval_id,
-            details={"why": why},
-        )
+        _begin(op, "destroy", machine, why, _used_for("destroy", op, machine, seen, approval))
     # One that no one ever saw is not known to be there: it is looked for, and sent away when it turns up.
     set_status(op, machine, "unknown" if machine.instance_id is None else "terminating")
-    return _until_gone(op, machine, seen, wait_s)
+    return _until_gone(op, machine, seen, wait_s, tell)
+
+
+def _used_for(
+    action: Literal["stop", "destroy"], op: Operator, machine: Machine, seen: Instance | None, approval: Approval | None
+) -> Approval | None:
+    """The approval that ending a protected machine takes, used up; None for a machine that takes none.
+
+    The same command again goes on with what was used and not begun: a process died in between.
+    """
+    from gpu_skills.lifecycle.approval import actions, approvals
+
+    if not ownership.needs_named_approval(machine, seen):
+        return None
+    if approval is None:
+        raise Protected(machine=machine.id)
+    approvals.use(op, approval, actions.named_by(op.project, approval, action, machine.id).ask())
+    return approval
+
+
+def _begin(op: Operator, action: Literal["stop", "destroy"], machine: Machine, why: str, used: Approval | None) -> str:
+    """The id of the intent. From here on it goes on by itself, so the approval has done its work."""
+    from gpu_skills.lifecycle.approval import approvals
+
+    intent = intents.new_id()
+    intents.begin(
+        op.project,
+        op.clock,
+        action,
+        intent,
+        provider=machine.provider,
+        account=machine.account,
+        machine_id=machine.id,
+        instance_id=machine.instance_id,
+        label=machine.label,
+        approval_id=None if used is None else used.id,
+        details={"why": why},
+    )
+    if used is not None:
+        approvals.finish(op, used)
+        approvals.note_used(op, used)
+    return intent
 
 
 def _until_gone(
-    op: Operator, machine: Machine, seen: Instance | None, wait_s: float
+    op: Operator, machine: Machine, seen: Instance | None, wait_s: float, tell: Tell
 ) -> Literal["destroyed", "terminating"]:
     """Steps with growing pauses while the provider does not take it, with even ones while we watch it stay away."""
-    ends = op.clock.monotonic() + wait_s
+    began = op.clock.monotonic()
+    ends = began + wait_s
     failures = refusals = looks = 0
     while True:
         pause_s = PAUSE_BETWEEN_LOOKS_S
@@ -122,22 +164,35 @@ def _until_gone(
                 alarm(op, machine, at_once=True)
                 raise
             pause_s = _FIRST_PAUSE_S * 2**refusals
+            told = f"{machine.provider} does not let this key destroy it"
         except (ProviderError, ProviderSilent) as exc:
             failures += 1
             pause_s = _pause_after(exc, failures)
             alarm(op, machine)
+            told = exc.message
         else:
             if step in states.FINAL:
                 return "destroyed"
             if step == "taken":  # a moment, so that the first look is not at what is just going
                 pause_s = _FIRST_PAUSE_S
                 failures = 0
+            told = _progress(op, machine, step)
         if op.clock.monotonic() + pause_s > ends:
             return "terminating"
+        waited = format_duration(op.clock.monotonic() - began)
+        tell(f"{machine.id}: {told}; looking again in {format_duration(pause_s)} ({waited} so far)")
         op.clock.sleep(pause_s)
         looks += 1
 
 
+def _progress(op: Operator, machine: Machine, step: str) -> str:
+    if step == "taken":
+        return f"{machine.provider} took the delete"
+    absences = counted(len(evidence_of(op, machine).absences), "look")
+    return f"{machine.provider} does not show it any more, {absences} in a row; it takes several over a minute"
+
+
+@unrecorded.tells("destroy")
 def confirm(op: Operator, machine: Machine) -> str:
     """One look at a machine and what follows from it; its state on record afterwards. Callable from anywhere.
 
@@ -324,8 +379,13 @@ def evidence_of(op: Operator, machine: Machine) -> Evidence:
 
 def open_destroy(op: Operator, machine_id: str) -> Intent | None:
     """The destroy of a machine that has begun and not ended."""
+    return under_way(op, "destroy", machine_id)
+
+
+def under_way(op: Operator, action: str, machine_id: str) -> Intent | None:
+    """What has begun with a machine and not ended."""
     for intent in intents.read(op.project).values():
-        if intent.action == "destroy" and intent.machine_id == machine_id and intent.is_open:
+        if intent.action == action and intent.machine_id == machine_id and intent.is_open:
             return intent
     return None
 
@@ -389,6 +449,7 @@ def _charged(op: Operator, machine: Machine, since: datetime) -> int | float | N
 # stopping -----------------------------------------------------------------------------------------------------------
 
 
+@unrecorded.tells("stop")
 def stop(
     op: Operator,
     machine: Machine,
@@ -396,14 +457,36 @@ def stop(
     why: str = "asked",
     wait_s: float = STOP_WAIT_S,
     despite_jobs: bool = False,
-    approval_id: str | None = None,
+    approval: Approval | None = None,
+    tell: Tell = _untold,
 ) -> Machine:
     """Stop a machine and read it back; the record of a stopped one. Its storage bills on.
 
-    Refused while a job runs (unless despite_jobs: its deadline has come) and, where the disk does not survive a stop,
-    while outputs are nowhere else. ConflictingState for one that can only be destroyed. StopFailed (exit 6) when it
-    does not show as stopped: it stays `stopping`.
+    Refused while a job runs and, where the disk does not survive a stop, while outputs are nowhere else.
+    despite_jobs: its deadline has come, or its start came to nothing; neither jobs nor protection keep it up then.
+    approval: as for `destroy`. ConflictingState for one that can only be destroyed. StopFailed (exit 6) when it does
+    not show as stopped: it stays `stopping`, and stopping it again goes on.
     """
+    machine, seen = stoppable(op, machine, despite_jobs=despite_jobs)
+    begun = under_way(op, "stop", machine.id)
+    if begun is not None:
+        intent = begun.id
+    else:
+        used = None if despite_jobs else _used_for("stop", op, machine, seen, approval)
+        intent = _begin(op, "stop", machine, why, used)
+    if seen.status != "stopped":
+        set_status(op, machine, "stopping")
+    problem = _ask_to_stop(op, machine)
+    shown = _until_stopped(op, machine, wait_s, tell)
+    if shown is None:
+        return _stop_failed(op, machine, intent, problem)
+    machine = note_stopped(op, machine, shown, why)
+    intents.close(op.project, op.clock, intent, "done", machine_id=machine.id)
+    return machine
+
+
+def stoppable(op: Operator, machine: Machine, *, despite_jobs: bool = False) -> tuple[Machine, Instance]:
+    """(record, instance) of a machine that may be stopped, protected or not; raises what stands in the way."""
     machine = current(op, machine)
     if machine.status in states.FINAL:
         raise AlreadyGone(machine=machine.id, status=machine.status)
@@ -412,8 +495,6 @@ def stop(
         raise AlreadyGone(f"{machine.provider} does not show {machine.id} now", next_step="gpu reconcile")
     machine = _with_instance(op, machine, seen)
     ownership.require_ours(op, machine, seen)
-    if ownership.needs_named_approval(machine, seen) and approval_id is None:
-        raise Protected(machine=machine.id)
     if not ownership.may_be_stopped(seen):
         raise ConflictingState(
             provider=machine.provider,
@@ -432,29 +513,7 @@ def stop(
         if machine.has_unknown_past:
             step = f"gpu machine destroy {machine.id}"
             raise NotCollected(jobs=f"which jobs {machine.id} has is not on record", next_step=step)
-    intent = intents.new_id()
-    intents.begin(
-        op.project,
-        op.clock,
-        "stop",
-        intent,
-        provider=machine.provider,
-        account=machine.account,
-        machine_id=machine.id,
-        instance_id=machine.instance_id,
-        label=machine.label,
-        approval_id=approval_id,
-        details={"why": why},
-    )
-    if seen.status != "stopped":
-        set_status(op, machine, "stopping")
-    problem = _ask_to_stop(op, machine)
-    shown = _until_stopped(op, machine, wait_s)
-    if shown is None:
-        return _stop_failed(op, machine, intent, problem)
-    machine = note_stopped(op, machine, shown, why)
-    intents.close(op.project, op.clock, intent, "done", machine_id=machine.id)
-    return machine
+    return machine, seen
 
 
 def _ask_to_stop(op: Operator, machine: Machine) -> GpuError | None:
@@ -478,9 +537,10 @@ def _ask_to_stop(op: Operator, machine: Machine) -> GpuError | None:
     return problem
 
 
-def _until_stopped(op: Operator, machine: Machine, wait_s: float) -> Instance | None:
+def _until_stopped(op: Operator, machine: Machine, wait_s: float, tell: Tell) -> Instance | None:
     """The instance once it shows as stopped; None when it does not in time, or nothing can be read."""
-    ends = op.clock.monotonic() + wait_s
+    began = op.clock.monotonic()
+    ends = began + wait_s
     while True:
         try:
             seen = op.reader(machine.provider).machine(str(machine.instance_id))
@@ -490,6 +550,9 @@ def _until_stopped(op: Operator, machine: Machine, wait_s: float) -> Instance | 
             return seen
         if op.clock.monotonic() + _STOP_POLL_S > ends:
             return None
+        shown = "nothing yet" if seen is None else seen.status
+        waited = format_duration(op.clock.monotonic() - began)
+        tell(f"{machine.id}: {machine.provider} shows {shown} ({waited} so far)")
         op.clock.sleep(_STOP_POLL_S)
 
 

@@ -12,10 +12,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
+from typing import Literal
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import GpuError, Protected, Refused, UnexpectedReply
-from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.errors import GpuError, Refused, UnexpectedReply
+from gpu_skills.lifecycle import intents, labels, machines, runs, states, unrecorded
 from gpu_skills.lifecycle.approval import actions, approval_record, approvals
 from gpu_skills.lifecycle.approval.actions import ActionPlan
 from gpu_skills.lifecycle.approval.approvals import Approval
@@ -108,33 +109,34 @@ def extend(op: Operator, plan: ActionPlan, approval: Approval) -> Extended:
         if machine is None:
             raise Refused(f"{plan.machine_id} is not on record any more", next_step="gpu machine ls")
         machine, seen, label = _running(op, machine, "extended")
-        with closing(op.connect(machine)) as link:
-            approvals.use(op, approval, plan.ask())
-            intent = labels.action_intent(approval.id, "extend", machine.id)
-            _reserve(op, machine, plan, intent, deadline_at)
-            intents.begin(
-                op.project,
-                op.clock,
-                "extend",
-                intent,
-                provider=machine.provider,
-                account=machine.account,
-                machine_id=machine.id,
-                instance_id=machine.instance_id,
-                approval_id=approval.id,
-                label=str(label.with_deadline(deadline_at)),
-                details={"deadline_at": plan.deadline_at},
-            )
-            shown = _relabel(op, machine, seen, label.with_deadline(deadline_at))
-            _move_on_machine(op, machine, link, deadline_at)
+        with unrecorded.told(op.project, "extend", lambda: [plan.machine_id]):
+            with closing(op.connect(machine)) as link:
+                approvals.use(op, approval, plan.ask())
+                intent = labels.action_intent(approval.id, "extend", machine.id)
+                _reserve(op, machine, plan, intent, deadline_at)
+                intents.begin(
+                    op.project,
+                    op.clock,
+                    "extend",
+                    intent,
+                    provider=machine.provider,
+                    account=machine.account,
+                    machine_id=machine.id,
+                    instance_id=machine.instance_id,
+                    approval_id=approval.id,
+                    label=str(label.with_deadline(deadline_at)),
+                    details={"deadline_at": plan.deadline_at},
+                )
+                shown = _relabel(op, machine, seen, label.with_deadline(deadline_at))
+                _move_on_machine(op, machine, link, deadline_at)
 
-            def moved(found: Machine) -> Machine:
-                return replace(found, deadline_at=plan.deadline_at, label=shown)
+                def moved(found: Machine) -> Machine:
+                    return replace(found, deadline_at=plan.deadline_at, label=shown)
 
-            machine = machines.update(op.project, machine.id, moved, clock=op.clock)
-            intents.close(op.project, op.clock, intent, "done")
-        approvals.finish(op, approval)
-        approvals.note_used(op, approval)
+                machine = machines.update(op.project, machine.id, moved, clock=op.clock)
+                intents.close(op.project, op.clock, intent, "done")
+            approvals.finish(op, approval)
+            approvals.note_used(op, approval)
     is_in_label = shown == str(label.with_deadline(deadline_at))
     deadlines = {} if is_in_label else {str(machine.intent): plan.deadline_at}
     return Extended(machine, deadline_at, deadlines)
@@ -286,14 +288,15 @@ def protect(op: Operator, machine: Machine) -> Machine:
     return _mark(op, machine, lambda c: tuple(dict.fromkeys((*c, ownership.PROTECTED))), None)
 
 
-def unprotect_plan(op: Operator, machine: Machine) -> ActionPlan:
-    """What a person is asked before the protection goes: the one that was allowed already, or a new one, frozen."""
-    known = allowed(op, "unprotect", machine)
+def named_plan(op: Operator, action: Literal["stop", "destroy", "unprotect"], machine: Machine) -> ActionPlan:
+    """What a person is asked before a protected machine ends, or its protection does: the plan that was allowed
+    already, or a new one, frozen. An earlier one that was used, or is over, stands in nobody's way."""
+    known = allowed(op, action, machine)
     if known is not None:
         return known
     now = op.clock.now()
     wanted = ActionPlan(
-        "unprotect",
+        action,
         op.project.project_id,
         machine.id,
         machine.provider,
@@ -307,9 +310,7 @@ def unprotect_plan(op: Operator, machine: Machine) -> ActionPlan:
 def unprotect(op: Operator, machine: Machine, approval: Approval) -> Machine:
     """Take the protection away, with a yes that names the machine."""
     machine = release.current(op, machine)
-    plan = _as_frozen(op, approval.plan_sha256)
-    if plan.action != "unprotect" or plan.machine_id != machine.id:
-        raise Protected(machine=machine.id)
+    plan = actions.named_by(op.project, approval, "unprotect", machine.id)
     approvals.use(op, approval, plan.ask())
     machine = _mark(op, machine, lambda c: tuple(x for x in c if x != ownership.PROTECTED), approval.id)
     approvals.finish(op, approval)
