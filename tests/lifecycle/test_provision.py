@@ -23,6 +23,7 @@ from gpu_skills.errors import (
     NoCapacity,
     NotReady,
     OverCeiling,
+    PolicyMissing,
     ProviderSilent,
     StateBusy,
     Unguarded,
@@ -30,7 +31,7 @@ from gpu_skills.errors import (
 from gpu_skills.lifecycle import intents, machines, memory, runs
 from gpu_skills.lifecycle.books import accounting
 from gpu_skills.lifecycle.ending import release
-from gpu_skills.lifecycle.renting import bringup, claims, provision
+from gpu_skills.lifecycle.renting import bringup, claims, creation, provision
 from gpu_skills.state import budget
 from renting import GPUS, a_plan, alive, approved, guarded, instances, play_machines, rent, roomy
 
@@ -299,6 +300,23 @@ def test_a_bid_stands_above_the_floor_and_within_what_was_approved(rig):
     assert got.machine.rate_usd_hr <= Decimal("0.40")
 
 
+def test_an_offer_whose_floor_rose_above_the_approval_is_passed_over_for_the_next(rig, monkeypatch):
+    r = rig("vast", containers=False)
+    play_machines(r)
+    taken: list[Decimal] = []
+
+    def bid(plan, offer):
+        taken.append(offer.min_bid_usd_hr)
+        floor = plan.max_rate_usd_hr + 1 if len(taken) == 1 else offer.min_bid_usd_hr
+        return reached(plan, replace(offer, min_bid_usd_hr=floor))
+
+    reached = creation.bid
+    monkeypatch.setattr(creation, "bid", bid)
+    got = rent(r, interruptible=True, max_rate_usd_hr=Decimal("0.40"))
+    assert r.creates == 1 and [a.result for a in got.attempts] == ["refused", "done"]
+    assert got.attempts[0].reason == "no_capacity"
+
+
 @pytest.mark.parametrize(
     ("vendor", "fault", "args", "reason"),
     [
@@ -441,6 +459,80 @@ def test_a_failed_set_up_is_booked_to_the_cent_of_the_bill(rig):
     assert booked > 0 and booked >= r.billed_usd() - Decimal("0.05")  # until the provider's own sum corrects it
 
 
+def in_the_middle(r, change) -> None:
+    """Let something happen once, when the first set-up of this rig has failed."""
+    say, said = r.op.say, []
+
+    def hear(line: str) -> None:
+        say(line)
+        if "is no use" in line and not said:
+            said.append(line)
+            change()
+
+    r.op = replace(r.op, say=hear)
+
+
+def test_a_policy_that_becomes_stricter_between_two_attempts_ends_the_run(rig):
+    r = rig("vast", containers=False)
+    play_machines(r)
+    guarded(r)
+    r.fault("exited")
+    in_the_middle(r, lambda: r.project.path("policy.json").write_text('{"ceilings": {"rate_usd_hr": 0.1}}'))
+    given = approved(r)
+    with pytest.raises(OverCeiling):
+        provision.provision(r.op, *given)
+    assert r.creates == 1 and r.burning() == set()
+    assert budget.open_reservations(r.project, r.op.environ) == {}
+
+
+def test_a_policy_that_is_taken_away_between_two_attempts_ends_the_run(rig):
+    r = rig("vast", containers=False)
+    play_machines(r)
+    guarded(r)
+    r.fault("exited")
+    in_the_middle(r, lambda: r.project.path("policy.json").unlink())
+    with pytest.raises(PolicyMissing):
+        provision.provision(r.op, *approved(r))
+    assert r.creates == 1 and r.burning() == set()
+
+
+def test_what_failed_set_ups_cost_is_not_in_the_way_of_the_next_under_a_ceiling_that_just_fits(rig):
+    r = rig("vast", containers=False)
+    play_machines(r)
+    r.fault("exited")
+    r.project.path("policy.json").write_text('{"ceilings": {"job_usd": 4, "session_usd": 4, "day_usd": 4}}')
+    assert rent(r, worst_case_usd=Decimal("4.00")).machine.status == "ready" and r.creates == 2
+
+
+def test_a_later_machine_has_only_the_time_that_the_approved_worst_case_still_pays(rig):
+    r = rig("vast", containers=False)
+    play_machines(r)
+    r.fault("dead_ssh")
+    rate, worst = Decimal("1.20"), Decimal("2.40")  # two hours, and nothing for set-ups that fail
+    got = rent(r, max_rate_usd_hr=rate, worst_case_usd=worst, deadline_s=7200.0)
+    first, second = machines.all_machines(r.project)
+    cost = accounting.booked_usd(r.op, first.id)
+    ends, begun = parse_timestamp(second.deadline_at), parse_timestamp(second.created_at)
+    lasts_h = Decimal((ends - begun).total_seconds()) / 3600
+    assert cost > 0 and got.machine.id == second.id and lasts_h < 2
+    assert cost + lasts_h * rate <= worst + Decimal("0.001")
+
+
+def test_what_is_left_of_the_worst_case_and_too_little_to_be_of_use_ends_the_run_and_names_a_new_plan(rig):
+    r = rig("vast", containers=False)
+    play_machines(r)
+    guarded(r)
+    r.fault("dead_ssh")
+    given = approved(r, max_rate_usd_hr=Decimal("1.20"), worst_case_usd=Decimal("2.40"), job_timeout_s=7190.0)
+    with pytest.raises(ApprovalUsed) as caught:
+        provision.provision(r.op, *given)
+    assert caught.value.next_step == "gpu plan --freeze" and "1h59m are needed" in caught.value.message
+    assert caught.value.exit_code == 4 and r.creates == 1 and r.burning() == set()
+    with pytest.raises(ApprovalUsed):
+        provision.provision(r.op, *given)
+    assert r.creates == 1
+
+
 # interrupted ----------------------------------------------------------------------------------------------------------
 
 
@@ -520,7 +612,7 @@ def test_launches_at_once_share_no_offer_and_each_has_its_own_machine(rig, monke
     guarded(r)
     roomy(r)
     gpus = ("RTX 4090", "RTX 3090", "RTX A6000", "RTX A5000", "A100 SXM4")
-    given = [approved(r, gpus=gpus, worst_case_usd=Decimal("0.10")) for _ in range(20)]
+    given = [approved(r, gpus=gpus, worst_case_usd=Decimal("0.10"), deadline_s=300.0) for _ in range(20)]
     with ThreadPoolExecutor(20) as pool:
         got = list(pool.map(lambda one: provision.provision(r.op, *one), given))
     offers = [g.attempts[-1].offer_id for g in got]

@@ -55,7 +55,7 @@ def test_twenty_launches_share_no_offer_and_each_machine_is_born_with_its_own_fu
     r = rig(vendor)
     guarded(r)
     ceilings(r)
-    outcomes = race(r, LAUNCHES, launched(given_to([r], LAUNCHES, worst_case_usd=Decimal("0.10"))))
+    outcomes = race(r, LAUNCHES, launched(given_to([r], LAUNCHES, worst_case_usd=Decimal("0.10"), deadline_s=300.0)))
     won = [outcome.value for outcome in outcomes if outcome.code is None]
     assert {outcome.code for outcome in outcomes} <= {None, "no_capacity"} and len(set(won)) == len(won)
     records = {m.id: m for m in machines.all_machines(r.project)}
@@ -88,7 +88,9 @@ def test_twenty_launches_of_two_projects_pass_no_ceiling(
     rigs = [one, one.another(tmp_path / "second")]
     for r in rigs:
         ceilings(r, **ceiling)
-    outcomes = race(one, LAUNCHES, launched(given_to(rigs, LAUNCHES, worst_case_usd=Decimal(1))), among=rigs)
+    outcomes = race(
+        one, LAUNCHES, launched(given_to(rigs, LAUNCHES, worst_case_usd=Decimal(1), deadline_s=2400.0)), among=rigs
+    )
     codes = [outcome.code for outcome in outcomes]
     assert codes.count("over_ceiling") == LAUNCHES - most and set(codes) <= {None, "over_ceiling", "no_capacity"}
     assert len([i for i in instances(one) if not i.is_destroyed]) == codes.count(None) <= most
@@ -104,7 +106,7 @@ def test_two_projects_on_one_account_never_touch_each_others_machines(rig: Any, 
     other = one.another(tmp_path / "second")
     for r in (one, other):
         ceilings(r)
-    given = given_to([one, other], 6, worst_case_usd=Decimal("0.10"))
+    given = given_to([one, other], 6, worst_case_usd=Decimal("0.10"), deadline_s=300.0)
     assert {outcome.code for outcome in race(one, 6, launched(given), among=[one, other])} == {None}
     theirs = {m.instance_id: m for m in machines.all_machines(other.project)}
     before = {i.label: i.phase for i in instances(one) if str(i.id) in theirs}

@@ -221,16 +221,13 @@ def settle_run(op: Operator, run: Run) -> bool:
             return False
         if not is_refused and not (on_record and all(m.status in states.FINAL for m in on_record)):
             return False
-    for machine in mine:
-        close(op, machine)
-    total = sum((booked_usd(op, machine.id) for machine in mine), Decimal(0))
     budget.settle(
         op.project,
         op.clock,
         intent=run.approval_id,
         provider=run.provider,
         directory=run.account,
-        settled_usd=total,
+        settled_usd=cost_of(op, run),
         environ=op.environ,
     )
     _settle_what_came_later(op, run, {machine.id for machine in mine})
@@ -249,6 +246,14 @@ def machines_of(op: Operator, run: Run) -> list[Machine]:
         if (machine.intent in made_by or machine.id in ids)
         and not (machine.status == "lost" and machine.instance_id is None)
     ]
+
+
+def cost_of(op: Operator, run: Run) -> Decimal:
+    """What the machines of a run have cost so far, booked first as far as their lives are over."""
+    mine = machines_of(op, run)
+    for machine in mine:
+        close(op, machine)
+    return sum((booked_usd(op, machine.id) for machine in mine), Decimal(0))
 
 
 def booked_usd(op: Operator, machine_id: str) -> Decimal:

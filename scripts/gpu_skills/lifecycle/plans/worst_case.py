@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Decimal
 
 from gpu_skills.lifecycle.plans.market import Look
-from gpu_skills.lifecycle.plans.wanted import Wish
+from gpu_skills.lifecycle.plans.plan import Plan
+from gpu_skills.lifecycle.plans.wanted import SHORTEST_S, Wish
 from gpu_skills.providers.base import Offer, Requirements, Traits
 from gpu_skills.state import policy as policies
 
@@ -18,6 +19,7 @@ TRAFFIC_GB = 10.0  # each way, beside image, inputs and weights
 # Of a class that nobody offers now, for a GB and an hour. Dearer than any disk that was seen.
 _ASSUMED_STORAGE_USD_GB_HR = Decimal("0.0006")
 _MICRO = Decimal("0.000001")
+_NOT_SHARED = ("storage", "traffic", "start_grace")
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,24 @@ def of(
             if buys_s is not None and wish.shortest_s <= buys_s < found.deadline_s:
                 found = replace(found, deadline_s=float(math.floor(buys_s)), why=why)
     return found
+
+
+def left_s(plan: Plan, cost_usd: Decimal) -> float:
+    """How long the next machine of an approved plan may be there, when earlier ones have cost this much.
+
+    Its storage, traffic and start grace are kept for it whole; of a genuine plan nothing is cut before failed set-ups
+    have cost more than it has for them.
+    """
+    if plan.max_rate_usd_hr <= 0:
+        return plan.deadline_s
+    kept = sum((Decimal(str(plan.worst_case.get(name) or 0)) for name in _NOT_SHARED), Decimal(0))
+    rest = plan.worst_case_usd - kept - cost_usd
+    return max(0.0, min(plan.deadline_s, float(rest / plan.max_rate_usd_hr * 3600)))
+
+
+def useful_s(plan: Plan) -> float:
+    """What a machine of this plan has to be there for at least."""
+    return min(plan.deadline_s, max(SHORTEST_S, plan.job_timeout_s or 0.0, plan.expected_s or 0.0))
 
 
 def money_left(left: Mapping[str, Decimal | None]) -> Decimal | None:

@@ -15,6 +15,7 @@ import contextlib
 import random
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 from gpu_skills.clock import parse_timestamp, timestamp
@@ -44,7 +45,7 @@ from gpu_skills.lifecycle.guard import receipts
 from gpu_skills.lifecycle.guard.fuse import Receipt
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.plans import market
+from gpu_skills.lifecycle.plans import market, worst_case
 from gpu_skills.lifecycle.plans import offers as ranking
 from gpu_skills.lifecycle.plans.offers import Use
 from gpu_skills.lifecycle.plans.plan import Plan
@@ -56,6 +57,7 @@ from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.providers.base import Offer, Requirements, Search
 from gpu_skills.providers.selection import in_words
 from gpu_skills.state import budget
+from gpu_skills.state import policy as policies
 from gpu_skills.units import counted, format_duration, format_usd, json_number
 
 __all__ = ["Provisioned", "adopt", "provision", "restart"]
@@ -112,7 +114,7 @@ def provision(
                 return _follow(op, run)
             if max_lease_s is not None:
                 plan = replace(plan, deadline_s=min(plan.deadline_s, max_lease_s))
-            return _Launch(op, plan, run).go()
+            return _Launch(op, plan, run, job_id).go()
 
 
 def _may_be_there(op: Operator, approval_id: str) -> list[str]:
@@ -190,9 +192,10 @@ def _follow(op: Operator, run: Run) -> Provisioned:
 class _Launch:
     """One run, while this process works on it."""
 
-    def __init__(self, op: Operator, plan: Plan, run: Run):
+    def __init__(self, op: Operator, plan: Plan, run: Run, job_id: str | None):
         self.op = op
         self.plan = plan
+        self.job_id = job_id
         self.approval_id = run.approval_id
         self.last_problem: GpuError | None = None
         self.search: Search | None = None
@@ -244,7 +247,10 @@ class _Launch:
         return None
 
     def _require_may_go_on(self) -> None:
-        """Another create: with a valid approval, a guard, failures left, and all before it confirmed over."""
+        """Another create: with a valid approval, all before it confirmed over, a guard, and money for it by now.
+
+        A wait may have gone on for hours, and what guards and bounds a machine may have changed meanwhile.
+        """
         run = self.run
         if run.state != "open":
             raise ApprovalUsed(reason=f"approval {run.approval_id} was used: its run is {run.state}")
@@ -257,7 +263,52 @@ class _Launch:
         # So many may fail before one does not: what they cost is in the worst case that was approved.
         if sum(a.result == "failed" for a in run.attempts) > self.plan.setup_failures_max:
             raise self._exhausted()
-        receipts.require_recent(self.op, self.plan.provider, creation.fuse_action(self.op, self.plan))
+        cost_usd = accounting.cost_of(self.op, run)
+        self.plan = replace(self.plan, deadline_s=self._deadline_s(cost_usd))
+        try:
+            receipts.require_recent(self.op, self.plan.provider, creation.fuse_action(self.op, self.plan))
+            self._require_within_ceilings(cost_usd)
+        except GpuError as exc:
+            self._ended(exc)
+            raise
+
+    def _deadline_s(self, cost_usd: Decimal) -> float:
+        """What was approved bounds all machines of the run together: the next one has what earlier ones left."""
+        left_s, useful_s = worst_case.left_s(self.plan, cost_usd), worst_case.useful_s(self.plan)
+        if left_s >= useful_s:
+            return left_s
+        runs.update(self.op, self.approval_id, lambda run: replace(run, state="exhausted"))
+        raise self._ended(
+            ApprovalUsed(
+                reason=f"of the {format_usd(self.plan.worst_case_usd)} of approval {self.approval_id} earlier set-ups "
+                f"took {format_usd(cost_usd)}: the rest pays {format_duration(left_s)}, "
+                f"{format_duration(useful_s)} are needed",
+                next_step="gpu plan --freeze",
+            )
+        )
+
+    def _require_within_ceilings(self, cost_usd: Decimal) -> None:
+        """The policy as it is now, asked for what this run may still cost."""
+        op, plan = self.op, self.plan
+        books = budget.books(
+            op.project,
+            op.ledger,
+            op.clock,
+            op.environ,
+            job_id=self.job_id,
+            resumes=(plan.resume_from or {}).get("job"),
+            without_intent=self.approval_id,
+        )
+        spent = books.spent  # for day and month the books of earlier set-ups count already
+        policies.require(
+            op.policy(),
+            cost_usd=max(Decimal(0), plan.worst_case_usd - cost_usd),
+            rate_usd_hr=plan.max_rate_usd_hr,
+            deadline_h=plan.deadline_h,
+            provider=plan.provider,
+            spent=replace(spent, job_usd=spent.job_usd + cost_usd, session_usd=spent.session_usd + cost_usd),
+            reserved_usd=books.reserved_usd,
+        )
 
     def _attempt(self, offer: Offer) -> Ready | str:
         """One create and what follows from it: a ready machine, or `refused`, `failed` or `taken`."""
@@ -272,7 +323,7 @@ class _Launch:
             spec = creation.spec_of(op, self.plan, offer, attempt)
         except GpuError as exc:
             creation.refused(op, run, attempt, exc)
-            raise self._ended(exc) from exc
+            return self._after_refusal(attempt, offer, exc)
         if not claims.still_held(op, self.plan.provider, offer, intent):
             creation.refused(op, run, attempt, NoCapacity(f"the claim of offer {offer.offer_id} ran out"))
             return "refused"
