@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
@@ -12,6 +13,7 @@ from gpu_skills.lifecycle import intents, labels, machines
 from gpu_skills.lifecycle.guard import receipts, sentinel, sentinel_records
 from gpu_skills.lifecycle.guard.sentinel import decide, gpu_billed_until
 from gpu_skills.lifecycle.labels import Label
+from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.providers.base import Charge
 from gpu_skills.providers.base import Machine as Instance
 from rented import rent
@@ -264,6 +266,56 @@ def test_a_runpod_pod_without_a_mount_is_not_worth_a_stop():
     for storage, action in ((Decimal("0.01"), "stop"), (Decimal(0), "destroy"), (None, "destroy")):
         seen = an_instance(provider="runpod", storage_usd_hr=storage)
         assert decide(seen, label, deadline, NOW, timedelta(hours=24), lambda *about: False).action == action
+
+
+@pytest.mark.parametrize("how", ["protected", "locked"])
+@pytest.mark.parametrize(
+    ("seen", "hours_past", "action"),
+    [
+        ({"status": "running"}, -1, "none"),
+        ({"status": "running"}, 0, "stop"),
+        ({"status": "running", "provider": "runpod", "storage_usd_hr": Decimal(0)}, 1, "keep"),
+        ({"status": "unknown", "provider": "runpod", "dead_end": "x", "storage_usd_hr": Decimal(1)}, 1, "keep"),
+        ({"status": "stopped"}, 1, "keep"),
+        ({"status": "stopped", "is_interruptible": True}, 1, "stop"),
+        ({"status": "stopped"}, 1000, "keep"),
+        ({"status": "terminating"}, 1, "none"),
+    ],
+)
+@pytest.mark.parametrize("letter", "pjc")
+def test_no_pass_destroys_what_is_protected_or_locked(how, seen, hours_past, action, letter):
+    deadline = NOW - timedelta(hours=hours_past)
+    label = Label("p", letter + "0" * 16, deadline)
+    one = an_instance(**seen, is_locked=how == "locked")
+    found = decide(one, label, deadline, NOW, timedelta(hours=24), lambda *about: True, is_protected=how == "protected")
+    assert found.action == action
+    assert (found.alarm is not None) == (action != "none"), "what bills past its deadline is told at every pass"
+
+
+def test_a_protected_machine_is_stopped_by_its_deadline_and_its_disk_outlives_the_grace(rig):
+    r = rig("vast")
+    machine = rent(r, machine_class="job", hours=1)
+    machines.update(r.project, machine.id, lambda m: replace(m, conditions=("protected",)))
+    known = {"protected": sentinel_records.protected(r.op, "vast"), "note": sentinel_records.recorder(r.op, "vast")}
+    r.sandbox.advance(HOUR)
+    first = a_pass(r, **known)
+    assert results(first) == [("stop", "stopped")] and "protected" in first.rows[0].alarm
+    r.sandbox.advance(1000 * HOUR)
+    later = a_pass(r, earlier=[first.to_record()], **known)
+    assert results(later) == [("keep", "kept")] and "protected" in later.rows[0].alarm
+    assert r.burning() and machines.find(r.project, machine.id).status == "stopped"
+
+
+def test_reconcile_ends_what_is_protected_as_a_sentinel_does(rig):
+    r = rig("vast")
+    machine = rent(r, machine_class="job", hours=1)
+    machines.update(r.project, machine.id, lambda m: replace(m, conditions=("protected",)))
+    r.sandbox.advance(HOUR)
+    reconcile.run(r.op, ["vast"])
+    assert machines.find(r.project, machine.id).status == "stopped"
+    r.sandbox.advance(1000 * HOUR)
+    reconcile.run(r.op, ["vast"])
+    assert machines.find(r.project, machine.id).status == "stopped" and r.burning()
 
 
 def gpu(hour: int, minutes: int, usd: str) -> Charge:

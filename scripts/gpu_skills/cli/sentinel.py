@@ -44,8 +44,8 @@ def sentinel(
     """Stop or destroy this project's machines that are past their deadline; nothing else is touched. One pass.
 
     It needs a provider's key and the project's id, no project directory: the deadline stands in each label. A machine
-    whose disk survives is stopped and destroyed after --storage-grace, another one destroyed. Run it every ten minutes
-    from cron, a CI schedule or another host.
+    whose disk survives is stopped and destroyed after --storage-grace, another one destroyed; a protected one is
+    stopped at most. Run it every ten minutes from cron, a CI schedule or another host.
     """
     from gpu_skills.lifecycle.guard import sentinel as passes
     from gpu_skills.lifecycle.guard import sentinel_records
@@ -59,7 +59,7 @@ def sentinel(
     reader, writer, account = context.provider(provider), context.provider_writer(provider), context.account(provider)
     own = _own_receipt(context, provider, account, project_id)
     told = sentinel_records.read_deadlines(deadlines) if deadlines is not None else {}
-    known, earlier, note = _from_records(op, provider, account)
+    known, earlier, protected, note = _from_records(op, provider, account)
     earlier += [found for place in (own, receipt) if place and (found := _read(place)) is not None]
     began = context.clock.now()
     try:
@@ -73,6 +73,7 @@ def sentinel(
             earlier=earlier,
             storage_grace_s=storage_grace,
             wait_s=wait_s,
+            protected=protected,
             note=note,
         )
     except BaseException:  # the receipt of the pass before says nothing of what this one left undone
@@ -102,12 +103,12 @@ def _local(context: Context, project_id: str | None) -> Operator | None:
 
 def _from_records(
     op: Operator | None, provider: str, account: str
-) -> tuple[dict[str, datetime | None], list[Any], Note]:
+) -> tuple[dict[str, datetime | None], list[Any], set[str], Note]:
     """What the records know beside the labels. A broken record does not keep a pass from ending what is due."""
     from gpu_skills.lifecycle.guard import sentinel_records
 
     if op is None:
-        return {}, [], lambda action, seen, why, result: None
+        return {}, [], set(), lambda action, seen, why, result: None
     record = sentinel_records.recorder(op, provider)
 
     def note(action: str, seen: Any, why: str, result: str | None) -> None:
@@ -120,10 +121,11 @@ def _from_records(
     try:
         known = sentinel_records.deadlines(op, provider)
         stopped = [sentinel_records.stops(op, provider, account)]
+        protected = sentinel_records.protected(op, provider)
     except GpuError as exc:
         say(f"without the records of this project: {exc.message}")
-        known, stopped = {}, []
-    return known, stopped, note
+        known, stopped, protected = {}, [], set()
+    return known, stopped, protected, note
 
 
 def _later(known: dict[str, datetime | None], told: dict[str, datetime | None]) -> dict[str, datetime | None]:

@@ -7,7 +7,7 @@ do, is its receipt; a later pass reads from it which machines the deadline stopp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -131,12 +131,14 @@ def run_pass(
     earlier: Iterable[Any] = (),
     storage_grace_s: float = STORAGE_GRACE_S,
     wait_s: float = WAIT_S,
+    protected: Collection[str] = (),
     note: Note = lambda action, seen, why, result: None,
 ) -> Pass:
     """List everything, end what is due, look whether it came true for at most wait_s. Raises nothing of the provider's.
 
     deadlines: newer ones than the labels', by intent or instance id; None is production. earlier: receipts of passes
-    before, as read; what is no receipt of this project is passed over.
+    before, as read; what is no receipt of this project is passed over. protected: intents of machines whose end takes
+    an approval that names them, as far as records tell; a lock at the provider is seen without.
     """
     began = clock.now()
     about = {"provider": reader.name, "account": account, "project_id": project_id, "started_at": began}
@@ -150,7 +152,15 @@ def run_pass(
     rows = []
     for seen, label in ours:
         deadline_at = effective_deadline(seen, label, deadlines or {})
-        decision = decide(seen, label, deadline_at, clock.now(), timedelta(seconds=storage_grace_s), proofs.holds)
+        decision = decide(
+            seen,
+            label,
+            deadline_at,
+            clock.now(),
+            timedelta(seconds=storage_grace_s),
+            proofs.holds,
+            is_protected=label.intent in protected,
+        )
         rows.append(_act(writer, Row(seen, label, deadline_at, decision), note))
     rows = _watch(reader, writer, rows, clock, wait_s, note)
     return Pass(
@@ -195,14 +205,25 @@ def decide(
     now: datetime,
     storage_grace: timedelta,
     was_stopped_by_deadline: Callable[[Instance, Label, datetime], bool],
+    *,
+    is_protected: bool = False,
 ) -> Decision:
-    """What is due for one machine of ours. Pure but for the last argument, which is asked only when it matters."""
+    """What is due for one machine of ours. Pure but for was_stopped_by_deadline, asked only when it matters.
+
+    A deadline ends what a machine bills: it is stopped where its workspace survives that, else destroyed, and after
+    the storage grace destroyed whether collected or not: the plan named this end. But the end of a protected machine
+    takes an approval that names it, and no pass has one. So one that is protected on record, or locked at its
+    provider, is stopped by its deadline and never destroyed, also not after the grace; where a stop would lose its
+    disk it is left as it is. What then bills on is alarmed at every pass. Production has no deadline.
+    """
     if deadline_at is None:
         return Decision("none", "production is never touched")
     if now < deadline_at:
         return Decision("none", "its deadline is ahead")
     if seen.status == "terminating":
         return Decision("none", "the provider is ending it")
+    if is_protected or seen.is_locked:
+        return _of_protected(seen)
     if seen.status != "stopped":
         if not ownership.may_be_stopped(seen):
             return Decision("destroy", f"its deadline has passed, and it cannot be stopped: {seen.dead_end}")
@@ -223,6 +244,17 @@ def decide(
         "it was not its deadline that stopped it",
         f"stopped with its disk, past its deadline, and costs {burn}: pull what is needed, then gpu machine destroy",
     )
+
+
+def _of_protected(seen: Instance) -> Decision:
+    burn = "an unknown amount" if seen.burn_usd_hr is None else f"{format_usd(seen.burn_usd_hr)}/h"
+    ends = "only a person ends it: gpu machine destroy says what that takes"
+    if seen.status == "stopped" and not seen.is_interruptible:
+        return Decision("keep", "it is protected", f"protected, past its deadline, and its disk costs {burn}: {ends}")
+    if ownership.may_be_stopped(seen) and ownership.workspace_survives(seen):
+        return Decision("stop", "its deadline has passed", f"protected, so its disk is kept after its deadline: {ends}")
+    why = "it is protected, and a stop would lose its disk" if seen.dead_end is None else "it is protected"
+    return Decision("keep", why, f"protected, past its deadline, and goes on billing {burn}: {ends}")
 
 
 def _kept_until(moment: datetime) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import GpuError, StateError
 from gpu_skills.lifecycle import intents, machines, runs, states
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import ownership, release
 from gpu_skills.lifecycle.guard.sentinel import Note, Pass
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -34,6 +34,12 @@ def deadlines(op: Operator, provider: str) -> dict[str, datetime | None]:
         if intent.action in ("extend", "start") and intent.result == "done" and intent.machine_id in by_machine:
             _later(found, str(by_machine[intent.machine_id]), intent.details.get("deadline_at"))
     return found
+
+
+def protected(op: Operator, provider: str) -> set[str]:
+    """The intents of machines whose end takes an approval that names them."""
+    found = (m for m in machines.all_machines(op.project) if m.provider == provider and m.intent)
+    return {str(m.intent) for m in found if ownership.needs_named_approval(m, None)}
 
 
 def _later(found: dict[str, datetime | None], intent: str, text: Any) -> None:

@@ -274,13 +274,19 @@ def reappeared(op: Operator, gone: Machine, seen: Instance) -> Machine:
 def due(op: Operator, machine: Machine, seen: Instance) -> Decision:
     """What its deadline asks for now. Idle, with nothing on it that is not elsewhere too, it goes like any other."""
     label = labels.ours(seen.label, op.project.project_id)
-    if label is None or ownership.needs_named_approval(machine, seen):
+    if label is None or machine.machine_class == "production":
         return Decision("none", "not for us to end")
-    proof = _proof(op, machine)
+    is_protected = ownership.needs_named_approval(machine, seen)
     decision = sentinel.decide(
-        seen, label, deadline_of(op, machine, seen, label), op.clock.now(), grace_of(op, machine), proof
+        seen,
+        label,
+        deadline_of(op, machine, seen, label),
+        op.clock.now(),
+        grace_of(op, machine),
+        _proof(op, machine),
+        is_protected=is_protected,
     )
-    if decision.action != "keep":
+    if decision.action != "keep" or is_protected:
         return decision
     if machine.has_unknown_past:
         return replace(decision, why="it was taken back from its label: which jobs it has is not on record")
