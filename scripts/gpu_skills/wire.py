@@ -106,6 +106,10 @@ class Unanswered(Exception):
         self.reason, self.status = reason, status
 
 
+class BodyTooLarge(Unanswered):
+    """More than the call allows. Asking for less may help."""
+
+
 class _IntoFailed(Exception):
     """What `Call.into` raised, on its way past everything that speaks of the network. It is the cause."""
 
@@ -278,7 +282,7 @@ def _body(call: Call, reply: requests.Response) -> bytes:
             if size > call.max_bytes:
                 if call.stop_after_s is not None:
                     break
-                raise Unanswered(f"a body of more than {call.max_bytes} bytes", status=reply.status_code)
+                raise BodyTooLarge(f"a body of more than {call.max_bytes} bytes", status=reply.status_code)
             if time.monotonic() > ends:
                 if call.stop_after_s is not None:
                     break
