@@ -9,6 +9,7 @@ import pytest
 from gpu_skills.lifecycle import machines
 from lifecycle.conftest import make_sandbox, rig
 from rented_cli import customer
+from renting import play_machines
 from run_by_hand import ByHand
 
 __all__ = ["make_sandbox", "rig"]
@@ -95,7 +96,8 @@ def test_a_directory_without_any_state_takes_its_machines_back_by_the_project_id
     found = call("reconcile", "--json").document["accounts"][0]
     assert found["project_ids"] == [{"project_id": lost, "instances": 1}]
     assert "--adopt --project-id" in call("reconcile").stdout
-    result = call("reconcile", "--adopt", "--project-id", lost, "--json")
+    play_machines(r)
+    result = call("reconcile", "--adopt", "--project-id", lost, "--json", connect=r.op.connect)
     assert result.exit_code == 0 and [f["what"] for f in result.document["findings"]] == ["adopted"]
     assert json.loads(r.project.path("project.json").read_text())["project_id"] == lost
     assert machines.find(r.project, hand.machine_id).instance_id == hand.outcome.instance_id

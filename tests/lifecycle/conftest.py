@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from gpu_skills.credentials import Credential
-from gpu_skills.jobs import gone
+from gpu_skills.errors import Unreachable
+from gpu_skills.jobs import gone, readback
 from gpu_skills.lifecycle.connect import Link, connect
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.providers.runpod import RunpodReader, RunpodWriter, connect_runpod
@@ -92,6 +93,7 @@ def of_jobs(project: Project, ledger: Ledger, clock: Any) -> dict[str, Callable[
         "running_jobs": lambda machine: gone.running_on(ledger, machine),
         "unverified": lambda machine: gone.unverified_on(project, ledger, machine),
         "settle_jobs": lambda machine, why, at=None: gone.end_jobs(project, ledger, clock, machine, why, at=at),
+        "jobs_there": lambda link, *, write: readback.jobs_there(project, ledger, clock, link, write=write),
     }
 
 
@@ -129,6 +131,8 @@ def rig(make_sandbox: Callable[..., Sandbox], tmp_path: Path) -> Callable[..., R
         project = projects.init(root)
 
         def link_to(machine: Any) -> Link:
+            if options.get("containers") is False:
+                raise Unreachable(host=machine.host, reason="nothing answers where there are no containers")
             return connect(machine, known_hosts=project.state / "known_hosts", environ=environ)
 
         notices: list[tuple[str, str, dict[str, Any]]] = []

@@ -15,10 +15,23 @@ from gpu_skills.lifecycle.recovery import adoption, reconcile
 from gpu_skills.state import budget, files
 from gpu_skills.state import project as projects
 from gpu_skills.state.ledger import Ledger
-from renting import rent
+from renting import play_machines, rent
 from run_by_hand import ByHand, job
 
 both = pytest.mark.parametrize("vendor", ["vast", "runpod"])
+
+
+@pytest.fixture
+def rig(rig):
+    """Machines without containers answer as the vendor shows them: one that is taken back is asked for its jobs."""
+
+    def make(vendor: str, **options):
+        r = rig(vendor, **options)
+        if options.get("containers") is False:
+            play_machines(r)
+        return r
+
+    return make
 
 
 def lose_everything(r, *, same_inode: bool = False):

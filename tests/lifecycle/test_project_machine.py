@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from gpu_skills.config import GpuConfig, load_gpu_yaml
-from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending
+from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending, NotReady
 from gpu_skills.lifecycle import machines, project_machine
 from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.recovery import reconcile, returned
 from renting import alive, guarded, play_machines, roomy
 
 pytestmark = pytest.mark.subprocess
@@ -141,3 +142,38 @@ def test_machines_made_for_one_job_are_not_the_projects(rig):
     machine = project_machine.ready(r.op, config("vast"), agree=human).machine
     machines.update(r.project, machine.id, lambda found: replace(found, machine_class="job"))
     assert project_machine.current(r.project, "vast") is None
+
+
+@VENDORS
+@pytest.mark.parametrize("has_plan", [True, False], ids=["plan", "no plan"])
+def test_one_whose_record_was_lost_is_brought_up_again_and_nothing_is_rented(rig, vendor, has_plan):
+    r, human = prepared(rig, vendor)
+    machine = project_machine.ready(r.op, config(vendor), agree=human).machine
+    r.project.path("machines.json").unlink()
+    if not has_plan:
+        (r.project.path("plans") / f"{machine.plan}.json").unlink()
+    link = project_machine.ready(r.op, config(vendor), agree=human)
+    assert [ask.action for ask in human.asked] == ["rent"] and r.creates == 1
+    assert link.machine.id == machine.id and link.machine.status == "ready" and link.machine.session is not None
+    assert link.machine.extra["fuse"]["deadline_at"] == machine.deadline_at
+    assert not link.machine.has_unknown_past
+    assert reconcile.run(r.op, [vendor]).is_clear
+
+
+def test_one_taken_back_that_cannot_be_worked_on_says_what_ends_it(rig, monkeypatch):
+    r, human = prepared(rig, "vast")
+    machine = project_machine.ready(r.op, config("vast"), agree=human).machine
+    r.project.path("machines.json").unlink()
+    played = r.op.connect
+
+    def without_fuse(known):
+        link = played(known)
+        link.session.deadline = None
+        return link
+
+    monkeypatch.setattr(returned, "RECEIPT_WAIT_S", 0.05)
+    r = replace(r, op=replace(r.op, connect=without_fuse))
+    with pytest.raises(NotReady) as refused:
+        project_machine.ready(r.op, config("vast"), agree=human)
+    assert f"gpu machine destroy {machine.id} --abandon-outputs {machine.id}" in refused.value.next_step
+    assert r.creates == 1 and len(human.asked) == 1

@@ -424,8 +424,8 @@ def test_a_machine_missing_from_the_registry_is_put_back_and_not_destroyed(rig, 
     hand.ready()
     r.project.path("machines.json").write_text("[]\n")
     report = go(r)
-    assert words(report) == ["record_lost"] and r.burning()
-    assert hand.machine.instance_id and hand.machine.status == "booting"
+    assert words(report) == ["record_lost", "jobs_unread"] and not report.is_clear and r.burning()
+    assert hand.machine.instance_id and hand.machine.has_unknown_past
 
 
 @both

@@ -14,6 +14,7 @@ from typing import Any
 
 from gpu_skills.errors import JobNotFound, StateError
 from gpu_skills.state import files, quick_check
+from gpu_skills.state.ledger import OUTPUTS_NAME
 from gpu_skills.state.project import Project
 
 # The reason of a job that the machine said no to: nothing of it is there.
@@ -40,7 +41,7 @@ class JobFolder:
     @property
     def outputs(self) -> Path:
         """Where outputs are pulled to unless the user says otherwise."""
-        return self.project.root / "gpu-outputs" / self.job
+        return self.project.root / OUTPUTS_NAME / self.job
 
     def read(self, name: str) -> dict[str, Any] | None:
         """A record of this job as `schemas/jobs/<name>.json` has it, None when there is none.

@@ -14,6 +14,7 @@ from typing import Any
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.errors import GpuError, JobError, OutcomeUnknown, ProtocolError, TransferIncomplete, Unreachable
 from gpu_skills.jobs.pack import Packed
+from gpu_skills.jobs.readback import highest_there
 from gpu_skills.jobs.records import START_REFUSED, JobFolder
 from gpu_skills.jobs.spec import JobSpec
 from gpu_skills.lifecycle.connect import Link
@@ -64,7 +65,7 @@ def start(
     where in its directory the checkpoint lies that it goes on from.
     Raises OutcomeUnknown when the machine may have started it: `gpu job status` tells.
     """
-    job = job or ledger.new_job_id()
+    job = job or _new_id(project, ledger, link)
     folder = JobFolder(project, job)
     machine = link.machine
     secret_names = sorted({*spec.secret_names, *(["HF_TOKEN"] if hf_token else [])})
@@ -100,6 +101,12 @@ def start(
             ) from exc
         folder.write("accepted", {"at": timestamp(clock.now()), "state": status["state"]})
     return Submitted(job, report, status)
+
+
+def _new_id(project: Project, ledger: Ledger, link: Link) -> str:
+    """An id that neither the records have nor the machine: it may have jobs of before the records were lost."""
+    is_known = bool(ledger.jobs_on(link.machine.id))
+    return ledger.new_job_id(above=0 if is_known else highest_there(project, link))
 
 
 def _submission(

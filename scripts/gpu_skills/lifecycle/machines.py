@@ -90,8 +90,8 @@ class Machine:
 
     @property
     def has_unknown_past(self) -> bool:
-        """Which jobs ran on it is not on record: it was taken back from its label."""
-        return self.extra.get("adopted_at") is not None
+        """Which jobs ran on it is not on record: it was taken back from its label, and has not told them yet."""
+        return self.extra.get("adopted_at") is not None and self.extra.get("jobs_read_at") is None
 
     def to_record(self) -> dict[str, Any]:
         endpoint = None
@@ -367,6 +367,12 @@ def measured(machine: Machine, probe: dict[str, Any], config: GpuConfig) -> Mach
                 wanted += f" with {need.min_vram_gb:g} GB"
             raise CannotSatisfy(provider=f"{machine.provider} ({machine.host})", found=found or "no GPU", wanted=wanted)
         gpus = fitting
+    return with_gpus(machine, gpus)
+
+
+def with_gpus(machine: Machine, gpus: list[Any]) -> Machine:
+    """The machine with the GPUs that its probe names."""
+    gpus = [g for g in gpus if isinstance(g, dict)]
     if not gpus:
         return replace(machine, gpu_count=0)
     return replace(

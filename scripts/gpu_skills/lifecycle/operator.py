@@ -30,6 +30,10 @@ def _settles_nothing(machine_id: str, why: str, at: datetime | None = None) -> N
     return None
 
 
+def _no_jobs(link: Link, *, write: bool) -> tuple[list[str], list[str]]:
+    return [], []
+
+
 def _silent(line: str) -> None:
     return None
 
@@ -41,7 +45,8 @@ class Operator:
 
     connect: raises RemoteError kinds. running_jobs, unverified: job ids of a machine, as the ledger and the job folders
     have them: what runs there, and whose outputs are nowhere but there. settle_jobs: (machine id, why, at=when it went)
-    ends in the ledger what can no longer end there, before the machine's own time is booked.
+    ends in the ledger what can no longer end there, before the machine's own time is booked. jobs_there: (link,
+    write=whether to put on record what no record names) ids put on record, and those that no record names still.
     say: one line for a person who waits. notify: (event, machine or job id, facts); never raises.
     account_home: of the computer's account; tests name another. No environment variable does.
     """
@@ -58,6 +63,7 @@ class Operator:
     running_jobs: Callable[[str], list[str]] = _nothing
     unverified: Callable[[str], list[str]] = _nothing
     settle_jobs: Callable[..., object] = _settles_nothing
+    jobs_there: Callable[..., tuple[list[str], list[str]]] = _no_jobs
     say: Callable[[str], None] = _silent
     notify: Callable[..., None] = field(default=lambda event, subject, **facts: None)
     account_home: Path | None = None

@@ -15,12 +15,13 @@ from gpu_skills.lifecycle import machines, runs, states
 from gpu_skills.lifecycle.approval import actions, approval_record, approvals
 from gpu_skills.lifecycle.approval.approvals import Approval, Ask, ask_of_plan
 from gpu_skills.lifecycle.connect import Link
+from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.lifecycle.machines import VRAM_TOLERANCE, Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan, planning
 from gpu_skills.lifecycle.plans.plan import Plan
-from gpu_skills.lifecycle.recovery import reconcile
+from gpu_skills.lifecycle.recovery import reconcile, returned
 from gpu_skills.lifecycle.renting import bringup, keeping, provision, restarting
 from gpu_skills.providers.gpus import same_model
 from gpu_skills.state.project import Project
@@ -40,7 +41,7 @@ def ready(op: Operator, config: GpuConfig, *, agree: Agree) -> Link:
         return _link_to(op, config, machine)
     with runs.setting_up(op, config.provider):
         machine = current(op.project, config.provider)
-        if machine is not None:  # it may be at work by now; else what became of it is found out
+        if machine is not None or _may_be_lost(op, config.provider):  # at work by now, or it is found out
             reconcile.run(op, [config.provider])
             machine = current(op.project, config.provider)
         if machine is None:
@@ -49,7 +50,12 @@ def ready(op: Operator, config: GpuConfig, *, agree: Agree) -> Link:
             return _link_to(op, config, machine)
         if machine.status == "stopped":
             return _start(op, config, machine, agree)
-        return _go_on(op, machine, agree)
+        return _go_on(op, config, machine, agree)
+
+
+def _may_be_lost(op: Operator, provider: str) -> bool:
+    """Whether something that was rented here is not over, although no record names a machine."""
+    return any(run.provider == provider and not run.is_settled for run in runs.own_runs(op))
 
 
 def _at_work(op: Operator, provider: str) -> Machine | None:
@@ -118,8 +124,11 @@ def _start(op: Operator, config: GpuConfig, machine: Machine, agree: Agree) -> L
     return provision.restart(op, machine, agree(wanted.ask())).link
 
 
-def _go_on(op: Operator, machine: Machine, agree: Agree) -> Link:
+def _go_on(op: Operator, config: GpuConfig, machine: Machine, agree: Agree) -> Link:
     """One that an earlier command asked for and did not wait for, or that started again by itself."""
+    if machine.has_unknown_past and machine.status in ("booting", "unknown"):
+        returned.bring_up(op, machine).close()  # or it says why not, and what then
+        return _link_to(op, config, release.current(op, machine))
     run = next((run for run in runs.own_runs(op) if any(a.machine_id == machine.id for a in run.attempts)), None)
     if run is not None and run.state == "won" and machine.status == "booting":
         begun = keeping.allowed(op, "start", machine)

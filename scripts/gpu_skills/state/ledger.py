@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import weakref
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from gpu_skills.state.ledger_verify import Verification
     from gpu_skills.state.spend import Spend
 
+OUTPUTS_NAME = "gpu-outputs"  # in the project: one folder for each job whose outputs were pulled
 _MANY_IDS = 20
 
 
@@ -48,12 +50,16 @@ class Ledger:
 
     # writing ----------------------------------------------------------------------------------------------------
 
-    def new_job_id(self) -> str:
-        """An id nobody has: not in the ledger, not in `jobs/`. Making its folder is what reserves it."""
+    def new_job_id(self, *, above: int = 0) -> str:
+        """An id nobody has: not in the ledger, not in `jobs/`, not in `gpu-outputs/`, and above this number.
+
+        Making its folder is what reserves it. Outputs outlive records, and those of two jobs in one folder are nobody's.
+        """
         self.project.require_writable()
         folder = self.project.path("jobs")
         files.make_directory(folder)
-        number = max(self._index().max_number, _largest_number(folder))
+        outputs = self.project.root / OUTPUTS_NAME
+        number = max(above, self._index().max_number, _largest_number(folder), _largest_number(outputs))
         while True:
             number += 1
             job = f"J-{number:06d}"
@@ -427,7 +433,7 @@ def read_records(data: bytes, name: str) -> list[dict[str, Any]]:
 
 def _largest_number(folder: Path) -> int:
     largest = 0
-    with os.scandir(folder) as entries:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # not there, or not ours to read
         for entry in entries:
             if JOB_ID.fullmatch(entry.name):
                 largest = max(largest, int(entry.name[2:]))

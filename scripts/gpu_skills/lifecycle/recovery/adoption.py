@@ -17,6 +17,7 @@ from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.renting import creation
 from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Machine as Instance
@@ -83,6 +84,19 @@ def take(op: Operator, one: Unrecorded) -> Machine:
     return record
 
 
+def note_lost(op: Operator, run: Run, machine: Machine) -> Machine:
+    """Mark a machine whose record was lost and made anew from its run: what it has of jobs may be lost as well.
+
+    Without its plan nobody can go on making it ready as it was planned: the run is over, and it is brought up as it is.
+    """
+    now = timestamp(op.clock.now())
+    if machine.intent is not None and plans.find(op.project, run.plan_sha256) is None:
+        _won(op, run, machine.intent, machine.id)
+    return machines.update(
+        op.project, machine.id, lambda m: replace(m, extra={**m.extra, "adopted_at": now}), clock=op.clock
+    )
+
+
 def rebuilt(op: Operator, one: Unrecorded) -> Machine:
     """The record that label, provider and run make. What it cost before now is billed from when it was made."""
     seen, label = one.seen, one.label
@@ -105,7 +119,7 @@ def rebuilt(op: Operator, one: Unrecorded) -> Machine:
         gpu_count=seen.gpu_count or 0,
         vram_gb=seen.vram_gb,
         disk_gb=seen.disk_gb,
-        endpoint=endpoint_of(op, seen) if is_up else None,
+        endpoint=next(iter(endpoints_of(op, seen)), None) if is_up else None,
         root=creation.root_of(op, one.run.plan_sha256 if one.run is not None else None),
         label=seen.label,
         machine_class=label.machine_class,
@@ -121,12 +135,10 @@ def rebuilt(op: Operator, one: Unrecorded) -> Machine:
     )
 
 
-def endpoint_of(op: Operator, seen: Instance) -> SshEndpoint | None:
-    """The first way in that carries commands, with this user's key for rented machines."""
-    for way in seen.ways:
-        if way.carries_commands:
-            return replace(way.endpoint, identity_file=str(op.user_state / "ssh" / "id_ed25519"))
-    return None
+def endpoints_of(op: Operator, seen: Instance) -> list[SshEndpoint]:
+    """The ways in that carry commands, with this user's key for rented machines."""
+    key = str(op.user_state / "ssh" / "id_ed25519")
+    return [replace(way.endpoint, identity_file=key) for way in seen.ways if way.carries_commands]
 
 
 def account_directory(op: Operator, provider: str) -> str:

@@ -16,14 +16,14 @@ from decimal import Decimal
 from typing import Any
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import AuthRejected, GpuError, Refused, StateBusy, UsageError
+from gpu_skills.errors import AuthRejected, GpuError, NotReady, Refused, RemoteError, StateBusy, UsageError
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.books import accounting
 from gpu_skills.lifecycle.ending import ownership, release
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan as plans
-from gpu_skills.lifecycle.recovery import adoption, leftovers, readback
+from gpu_skills.lifecycle.recovery import adoption, leftovers, readback, returned
 from gpu_skills.lifecycle.renting import creation
 from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Charge, RentedReader
@@ -149,8 +149,10 @@ class _Pass:
         self.findings: list[Finding] = []
         self.booked = 0
         self.held: set[str] = set()  # machines that another process works on, or that were dealt with here
+        self.adopts = False
 
     def go(self, *, adopt: bool) -> None:
+        self.adopts = adopt
         if adopt:
             self._take_back()
         for run in [r for r in runs.own_runs(self.op) if r.provider == self.provider and self._is_ours(r)]:
@@ -263,7 +265,7 @@ class _Pass:
 
     def _missing_record(self, run: Run, attempt: Attempt, found: list[Instance]) -> None:
         """Somebody took the machine's record away; its run still knows it."""
-        machine = creation.settle_on_one(self.op, run, attempt, found)
+        machine = adoption.note_lost(self.op, run, creation.settle_on_one(self.op, run, attempt, found))
         self._say("record_lost", "its record was missing and is there again", machine=machine, next_step="gpu status")
 
     def _catch_up(self, run: Run, attempt: Attempt, machine: Machine) -> None:
@@ -327,6 +329,7 @@ class _Pass:
                 if note.is_not_ours:
                     return
             self._expire(readback.follow(self.op, machine, seen), seen)
+            self._ask_for_jobs(release.current(self.op, machine), seen)
         except GpuError as exc:  # one machine that cannot be changed keeps no other from being looked at
             self._say("failed", exc.message, machine=machine, next_step=exc.next_step, is_uncertain=True)
 
@@ -404,6 +407,28 @@ class _Pass:
             self._say(machine.status, text, machine=machine, next_step=step, is_uncertain=True)
         if machine.status == "stopped":
             self.booked += len(accounting.close(self.op, machine))
+
+    def _ask_for_jobs(self, machine: Machine, seen: Instance) -> None:
+        """A machine may have jobs that no record names: nothing may be concluded from records that are not whole."""
+        if seen.status != "running" or machine.id in self.held or not returned.is_doubtful(self.op, machine):
+            return
+        try:
+            told = returned.ask(self.op, machine, adopt=self.adopts)
+        except (RemoteError, NotReady) as exc:
+            if machine.has_unknown_past:
+                text = f"which jobs it has is not on record, and it cannot be asked: {exc.message}"
+                self._say("jobs_unread", text, machine=machine, next_step=exc.next_step, is_uncertain=True)
+            return
+        if told.taken:
+            text = f"jobs read back from it: {', '.join(told.taken[:20])}"
+            self._say("jobs_read_back", text, machine=told.machine, next_step=f"gpu job status {told.taken[-1]}")
+        if told.unknown:
+            step = f"gpu reconcile --provider {self.provider} --adopt"
+            text = f"it has jobs that no record names: {', '.join(told.unknown[:20])}"
+            if self.adopts:
+                step = f"gpu machine destroy {machine.id} --abandon-outputs {machine.id}"
+                text += "; other jobs have these numbers here, so they stay there until they are given up"
+            self._say("jobs_unrecorded", text, machine=told.machine, next_step=step, is_uncertain=True)
 
     def _keep(self, machine: Machine, why: str) -> None:
         jobs = list(dict.fromkeys([*self.op.running_jobs(machine.id), *self.op.unverified(machine.id)]))
