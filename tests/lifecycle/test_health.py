@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from decimal import Decimal
@@ -195,6 +196,8 @@ def test_the_program_computes_with_the_torch_of_the_image(tmp_path):
         "how": "torch",
         "ok": True,
         "version": "2.4.1",
+        "built_for": None,
+        "python": platform.python_version(),
         "count": 2,
         "arch_list": ["sm_90"],
         "capabilities": [9.0, 9.0],

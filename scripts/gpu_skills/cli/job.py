@@ -26,6 +26,10 @@ job = LazyGroup(
         "logs": (_HERE + "logs", "The job's log; reads only."),
         "pull": (_HERE + "pull", "Download what changed into gpu-outputs/<job>, verified; also mid-run."),
         "cancel": (_HERE + "cancel", "End a running job and everything it started."),
+        "diagnose": (
+            "gpu_skills.cli.job_diagnose:diagnose",
+            "Why it failed, what helps, whether to try again; reads only.",
+        ),
         "finish": ("gpu_skills.cli.job_finish:finish", "Write down how a job ended that no machine reports."),
     },
 )
@@ -222,7 +226,7 @@ def status(context: Context, job_id: str | None) -> Output:
 
         document = pending_document(context, launched)
         return Output(document, job_text(document))
-    line = _line(context, job_id)
+    line = job_line(context, job_id)
     answer = None
     if context.ledger.is_open(line):
         answer = _ask(context, line["id"])
@@ -249,7 +253,7 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
     from gpu_skills.jobs import follow as following
     from gpu_skills.jobs.records import JobFolder
 
-    line = _line(context, job_id)
+    line = job_line(context, job_id)
     folder = JobFolder(context.project, line["id"])
     if folder.log.exists():
         return _kept_log(context, folder, line, tail, offset)
@@ -297,7 +301,7 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
     except KeyboardInterrupt:  # a program had its documents already, each with the `next` to go on from
         _stopped_watching(line["id"])
         raise click.exceptions.Exit(EXIT_CANCELLED) from None
-    _settle(context, link)
+    settle(context, link)
     return Output(
         {"job": line["id"], "text": "", "offset": final.next, "next": final.next, "state": final.status["state"]}
     )
@@ -315,9 +319,9 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
 )
 def pull(context: Context, job_id: str | None, destination: Path | None, force: bool, since_step: int | None) -> Output:
     """Download what changed into gpu-outputs/<job>, every file verified by SHA-256. Works while the job runs."""
-    line = _line(context, job_id)
+    line = job_line(context, job_id)
     link = _link(context, line["id"])
-    _settle(context, link)
+    settle(context, link)
     return pull_outputs(context, link, line["id"], destination=destination, force=force, since_step=since_step)
 
 
@@ -337,12 +341,12 @@ def cancel(context: Context, job_id: str | None, abandon_outputs: bool) -> Outpu
     launched = _launch(context, job_id)
     if launched is not None:
         return _cancel_launch(context, launched, abandon_outputs)
-    line = _line(context, job_id)
+    line = job_line(context, job_id)
     if not context.ledger.is_open(line):
         return Output(job_document(context, line["id"], None, line), f"{line['id']} had already ended")
     link = _link(context, line["id"])
     answer = cancelling.end_on_machine(context.project, context.clock, link, line["id"], wait_s=30)
-    _settle(context, link)
+    settle(context, link)
     document = job_document(context, line["id"], answer)
     still_runs = answer["state"] == "running"
     hints = [f"{line['id']} has not ended yet; next: gpu job cancel {line['id']}"] if still_runs else []
@@ -388,7 +392,7 @@ def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Out
         except GpuError as exc:
             problem = exc
     # After the pull, so that the ledger's line can say where the outputs are now.
-    answer = _settle(context, link).get(job_id, answer)
+    answer = settle(context, link).get(job_id, answer)
     document = job_document(context, job_id, answer)
     if pulled is not None:
         document["pulled"] = pulled.document
@@ -470,7 +474,7 @@ def pull_outputs(
 # shared by the verbs --------------------------------------------------------------------------------
 
 
-def _line(context: Context, job_id: str | None) -> dict[str, Any]:
+def job_line(context: Context, job_id: str | None) -> dict[str, Any]:
     """The ledger's last line of this job, or of the latest one."""
     from gpu_skills.errors import JobNotFound, NoJobs
 
@@ -515,7 +519,7 @@ def _ask(context: Context, job_id: str) -> dict[str, Any] | None:
     from gpu_skills.jobs import observe
 
     link = _link(context, job_id)
-    answer = _settle(context, link).get(job_id)
+    answer = settle(context, link).get(job_id)
     if answer is not None and answer["state"] == "running" and context.may_write:
         events = observe.sync_events(context.project, link, job_id)
         if link.machine.is_rented and any(event["event"] == "no_progress" for event in events):
@@ -523,7 +527,7 @@ def _ask(context: Context, job_id: str) -> dict[str, Any] | None:
     return answer
 
 
-def _settle(context: Context, link: Any) -> dict[str, dict[str, Any]]:
+def settle(context: Context, link: Any) -> dict[str, dict[str, Any]]:
     from gpu_skills.jobs import observe
 
     return observe.settle(
@@ -542,7 +546,7 @@ def _settle_all(context: Context) -> None:
 
     for machine_id in sorted({line.get("machine_id") for line in context.ledger.open_jobs() if line.get("machine_id")}):
         try:
-            _settle(context, context.machine_link(machine_id))
+            settle(context, context.machine_link(machine_id))
         except (RemoteError, StateError) as exc:
             say(f"gpu: {exc.message}; its jobs are shown as last seen")
 

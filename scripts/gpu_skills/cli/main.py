@@ -27,7 +27,7 @@ COMMANDS = {
     "sentinel": (_C + "sentinel:sentinel", "Stop or destroy what is past its deadline, once; for schedulers."),
     "spend": (_C + "spend:spend", "What was spent, from the ledger; reads only."),
     "demo": (_C + "demo:demo", "Train a small model as a job on this machine, start to end, for nothing."),
-    "job": (_C + "job:job", "Run your own code as a job: run ls status logs pull cancel finish."),
+    "job": (_C + "job:job", "Run your own code as a job: run ls status logs pull cancel diagnose finish."),
     "machine": (_C + "machine:machine", "Machines by id: ls show stop start hold extend protect destroy."),
     "registry": (_C + "registry:registry", "The project's records: validate show put query."),
     "ledger": (_C + "ledger:ledger", "The ledger of jobs: append verify query tail reseal."),

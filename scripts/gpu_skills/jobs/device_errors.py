@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import re
-
 from gpu_skills.jobs import launch
+from gpu_skills.jobs.diagnose import collect
+from gpu_skills.jobs.diagnose.classify import classify
 from gpu_skills.jobs.launch import Launch
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle import memory
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 
-TAIL_BYTES = 1 << 20
-# Of the host. A device-side assert, an illegal address and a lack of memory are the code's, and are not here.
-_HOSTS = re.compile(
-    rb"uncorrectable (?:ECC|NVLink) error|GPU has fallen off the bus|GPU is lost"
-    rb"|\bXid\b[^\n]{0,40}\b(?:48|62|63|64|74|79|94|95|119|120)\b"
-    rb"|CUDA(?: driver)? initialization[^\n]{0,60}(?:unknown error|initialization error)|CUDA error: unknown error"
-    rb"|no CUDA-capable device is detected|CUDA error: (?:all CUDA-capable devices are busy|system not yet initialized)"
-    rb"|CUDA_ERROR_(?:ECC_UNCORRECTABLE|NO_DEVICE|SYSTEM_NOT_READY|HARDWARE_STACK_ERROR|NVLINK_UNCORRECTABLE)"
-    rb"|Unable to determine the device handle for GPU|Failed to initialize NVML: (?:Unknown Error|Driver/library)"
-)
-
 
 def in_log(folder: JobFolder) -> str | None:
-    """The first words of a device's failure in the end of a job's kept log."""
-    try:
-        with folder.log.open("rb") as log:
-            log.seek(max(0, folder.log.stat().st_size - TAIL_BYTES))
-            found = _HOSTS.search(log.read(TAIL_BYTES))
-    except OSError:
-        return None
-    return None if found is None else found.group().decode("utf-8", "replace")[:120]
+    """What a job's kept log says of a device's failure.
+
+    A device-side assert, an illegal address and a lack of memory are the code's, and are not meant.
+    """
+    log = collect.local_log(folder)
+    found = [] if log is None else classify([log.text()], only={"host_fault"}, has_failed=False)
+    return found[0].evidence[0].text[:120] if found else None
 
 
 def advice(op: Operator, launched: Launch, machine: Machine) -> str | None:

@@ -1,6 +1,7 @@
 """Runs on a machine, once, from standard input: tells about its GPU and its surroundings as one line of JSON.
 
-Standard library only, Python 3.8 and later. The one argument is JSON: {root, reach: [host, port], gpus}.
+Standard library only, Python 3.8 and later. The one argument is JSON: {root, reach: [host, port], gpus}. With `look`,
+who wants to see a machine that may be at work: nothing is computed unless `compute` is set, and nothing reached.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import sys
 
 MARK = "GPU-SKILLS-ANSWER "
 TORCH_TIMEOUT_S = 200
+SMI_CHARS = 8000
 
 # Where images keep the Python that has their libraries; the first that has PyTorch is taken.
 PYTHONS = ("python", "python3", "/venv/main/bin/python", "/opt/conda/bin/python", "/workspace/venv/bin/python")
@@ -27,9 +29,14 @@ except ImportError:
     sys.exit(66)
 try:
     facts["version"] = str(torch.__version__)
+    facts["built_for"] = getattr(getattr(torch, "version", None), "cuda", None)
+    facts["python"] = sys.version.split()[0]
     facts["count"] = torch.cuda.device_count()
     facts["arch_list"] = list(torch.cuda.get_arch_list())
     facts["capabilities"] = []
+    if sys.argv[1:] == ["look"]:  # a context of its own would take memory from whoever is at work
+        print("FACTS " + json.dumps(facts))
+        sys.exit()
     for index in range(facts["count"]):
         major, minor = torch.cuda.get_device_capability(index)
         facts["capabilities"].append(round(major + minor / 10.0, 1))
@@ -49,11 +56,21 @@ print("FACTS " + json.dumps(facts))
 
 def main():
     asked = json.loads(sys.argv[1])
-    facts = {"gpu": gpu_operation(int(asked["gpus"])), "cuda": host_cuda()}
+    facts = look(bool(asked.get("compute"))) if asked.get("look") else {"gpu": gpu_operation(int(asked["gpus"]))}
+    facts["cuda"] = host_cuda()
     facts["shm_mib"] = size_mib("/dev/shm")
     facts["disk_free_gb"] = free_gb(str(asked["root"]))
-    facts["reaches"], facts["reach_error"] = reaches(*asked["reach"])
+    if asked.get("reach"):
+        facts["reaches"], facts["reach_error"] = reaches(*asked["reach"])
     print(MARK + json.dumps(facts))
+
+
+def look(compute):
+    """What there is, with nvidia-smi's own table; the GPU is tried only if nobody is at work there."""
+    facts = {"gpu": (gpu_operation(1) if compute else by_torch(1, "look")) or {"how": None}}
+    code, out, error = run(["nvidia-smi"], 30)
+    facts["nvidia_smi"] = None if code == 127 else (out + error)[:SMI_CHARS]
+    return facts
 
 
 def gpu_operation(wanted):
@@ -65,9 +82,9 @@ def gpu_operation(wanted):
     return {"how": None, "ok": False, "error": "no PyTorch, no libcuda and no nvidia-smi"}
 
 
-def by_torch(wanted):
+def by_torch(wanted, how="compute"):
     for python in PYTHONS:
-        code, out, error = run([python, "-c", TORCH], TORCH_TIMEOUT_S)
+        code, out, error = run([python, "-c", TORCH, how], TORCH_TIMEOUT_S)
         if code in (66, 127):
             continue
         for line in out.splitlines():

@@ -1,7 +1,7 @@
 """What a log and a machine say about a failure: which classes, by which lines, the root cause first. Pure.
 
-A log is hostile: it may have no end, one line of it neither, and its bytes may be anything. So text comes in pieces, and
-none is kept but a few lines. A sign's literal text is looked for first; its expression sees a window around that.
+A log is hostile: it may have no end, one line of it neither, and its bytes may be anything. So text comes in pieces,
+and none is kept but a few lines. A sign's literal text is looked for first; its expression sees a window around that.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ _ERROR = re.compile(r"\s{0,8}(?:[\w.]{1,80}(?:Error|Exception|Interrupt)\b|(?:fa
 
 @dataclass(frozen=True)
 class Text:
-    """Something to read, in pieces. source: what it is, as evidence names it: log, end, machine, gpu …"""
+    """Something to read, in pieces. source: what it is, as evidence names it: log, end, gpu …
+
+    is_account: it tells what happened, so its errors are worth showing when no class fits.
+    """
 
     source: str
     pieces: Iterable[bytes]
+    is_account: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,8 @@ class _Reader:
                         weak.append((sign.failure, evidence, details))
                     else:
                         self._add(sign.failure, False, evidence, details)
-                self._remember(text.source, number, line)
+                if text.is_account:
+                    self._remember(text.source, number, line)
                 before.append(line[:SHOWN_CHARS])
         for failure, evidence, details in weak:
             if number - evidence.line < LAST_LINES:
