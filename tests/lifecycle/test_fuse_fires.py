@@ -100,7 +100,7 @@ def test_a_machine_key_that_is_denied_is_told_in_the_receipt_and_it_keeps_trying
     r.fault("key_denied", "create")
     fused = rent(r, in_s=4)
     fused.receipt(key="denied")
-    eventually(lambda: fused.log.count("deadline: stop: HTTP 403") >= 2, within_s=20)
+    eventually(lambda: fused.log.count("deadline: stop: 403") >= 2, within_s=20)
     assert not fused.is_over
     fused.instance.faults.clear()
     fused.late_s()

@@ -87,7 +87,7 @@ aim() {
 }
 
 # When the living process with this number began: with the number it names one process.
-began() {
+born() {
   read -r s 2>/dev/null </proc/$1/stat && set -- ${s##*) } && [[ $1 != [ZX] ]] && echo ${20}
 }
 
@@ -98,8 +98,9 @@ fuse() {
   umask 077
   cd /
   mkdir -p "$F"
-  get pid && num "$x" && [ "$(began $x)" = "${y:-0}" ] && return
-  put pid "$m $(began $m)"
+  get pid && num "$x" && [ "$(born $x)" = "${y:-0}" ] && return
+  put pid "$m $(born $m)"
+  bash "$F/boot" &>/dev/null & # services that are to be there again
   tick
   aim
   a=$T
@@ -116,7 +117,7 @@ fuse() {
     rm -f "$F/fire"
     printf -v b %x%x%x $T $RANDOM $RANDOM
   fi
-  say "armed: $W at $D"
+  say "armed: $W $D"
   while :; do
     tick
     aim
@@ -128,14 +129,14 @@ fuse() {
       if [ $K = unknown ] && ((q < 6 && u >= p)); then
         ask $PM $PU "$PB"
         p=$((u + (4 << q++)))
-        say "probe: HTTP $C, key $K"
+        say "probe: $C $K"
       fi
     elif ((u >= t)); then
       # 0: the next start is by somebody, however soon it comes. Said before the end, which may be quicker than its answer.
       Z=0 v=0
       put alive "0 $u $b"
       { ask $M $U "$B" || { [ $S ] && ask $PM $PU "$S"; }; } && Z=1 && rm -f "$F/grace"
-      say "$on: $W: HTTP $C"
+      say "$on: $W: $C"
       ((w = w < 60 ? w * 2 : 60, t = u + w))
     fi
     if ((u >= v)); then
