@@ -287,6 +287,7 @@ class Traits:
     """What a provider can and cannot do, for decisions above it.
 
     relabel_is_safe: changing the label does not touch a running machine. stop_keeps: what survives a stop.
+    stopped_storage_times: how much dearer than in an offer its disk may be while the machine stands still, at most.
     key_reaches_instance: how the SSH public key gets in, `at_create` or `attach`.
     """
 
@@ -299,6 +300,7 @@ class Traits:
     shows_balance: bool
     states_reliability: bool
     max_label_chars: int
+    stopped_storage_times: Decimal = Decimal(1)
 
 
 class ProviderReader(Protocol):

@@ -254,7 +254,9 @@ def _against_the_money(wish: Wish, money: _Money, worst: WorstCase | None) -> li
         spent=money.books.spent,
         reserved_usd=money.books.reserved_usd,
     )
-    longest_s = 0.0 if worst is None else worst.buys_s(worst_case.money_left(money.left)) or 0.0
+    # What fits has to fit them all: the money, and the ceiling on the deadline itself.
+    bounds = [_ceiling_s(money.policy)[0], None if worst is None else worst.buys_s(worst_case.money_left(money.left))]
+    longest_s = 0.0 if worst is None else min((seconds for seconds in bounds if seconds is not None), default=0.0)
     reasons = preflight.ceilings(violations, longest_s=longest_s if longest_s >= SHORTEST_S else None)
     if worst is None or wish.session_usd is None or worst.worst_usd <= wish.session_usd:
         return reasons

@@ -46,7 +46,9 @@ class Wish:
 
     @property
     def inputs_bytes(self) -> int:
-        return int((self.inputs or {}).get("bytes") or 0)
+        """What is sent to the machine: the job's files, and the checkpoint it goes on from."""
+        checkpoint = (self.resume_from or {}).get("files") or ()
+        return int((self.inputs or {}).get("bytes") or 0) + sum(int(one["bytes"]) for one in checkpoint)
 
     @property
     def shortest_s(self) -> float:

@@ -83,7 +83,9 @@ def of(
     failures = max(1, len(tried))
     found = WorstCase(
         max_rate=rounded_up(max_rate),
-        storage_rate=Decimal(0) if is_ephemeral else rounded_up(_storage_rate(looks, tried, need)),
+        storage_rate=Decimal(0)
+        if is_ephemeral
+        else rounded_up(_storage_rate(looks, tried, need) * traits.stopped_storage_times),
         storage_grace_s=0.0 if is_ephemeral else wish.config.lifecycle.storage_grace_s,
         traffic_usd=_traffic_usd(wish, looks, tried, failures),
         failures=failures,

@@ -26,6 +26,7 @@ TRAITS = Traits(
     shows_balance=True,
     states_reliability=True,
     max_label_chars=256,
+    stopped_storage_times=Decimal("1.25"),  # an offer has the rate of a running one; a fifth more was seen
 )
 # With fewer than this the whole market of the shape is asked once, to say what removed the others.
 SHORT = 3
