@@ -33,7 +33,7 @@ class SystemClock:
 def timestamp(moment: datetime) -> str:
     """RFC 3339 in UTC with whole seconds, as every record writes it: `2026-11-30T18:08:00Z`."""
     utc = moment if moment.tzinfo is UTC else moment.astimezone(UTC)
-    return utc.replace(microsecond=0, tzinfo=None).isoformat() + "Z"
+    return utc.isoformat(timespec="seconds").removesuffix("+00:00") + "Z"
 
 
 def parse_timestamp(text: str) -> datetime:

@@ -58,6 +58,84 @@ def test_two_ledgers_of_one_project_see_each_others_lines(book, project):
     assert other.new_job_id() != job and book.last_id() == job
 
 
+def appended_by_another(book: Ledger, text: str) -> None:
+    with open(book.path, "a") as stream:
+        stream.write(text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"id":"J-000007","status":"failed"}\n',
+        '{"status":"failed","id":"J-000007"}\n',
+        '{"id" : "J-000007", "status":"failed"}\n',
+        '{"id":"J-000009","status":"failed","id":"J-000007"}\n',
+        '{"id":"J-000009","status":"failed","\\u0069d":"J-000007"}\n',
+        '{"id":"J-00000\\u0037","status":"failed"}\n',
+        '{"id":"J-000009","status":"failed"}\n\n{"id":"J-000007","status":"failed"}\r\n',
+        'no record\n{"id":"J-000007","status":"failed"}\n',
+        '{"id":"J-000009","status":"fail{"id":"J-000007","status":"failed"}\n{"id":"J-000007","status":"failed"}\n',
+    ],
+)
+def test_a_writer_refuses_what_another_has_ended_however_that_line_is_written(book, line):
+    book.append([{"id": "J-000001", "status": "failed"}])
+    appended_by_another(book, line)
+    book.append([{"id": "J-000020", "status": "failed"}])  # looks at the line, of which nothing concerns it
+    before = book.path.read_bytes()
+    for status in ("completed", "running"):
+        with pytest.raises(UsageError, match="J-000007 has already ended"):
+            book.append([{"id": "J-000007", "status": status}])
+    assert book.path.read_bytes() == before
+
+
+def test_what_was_only_looked_at_is_read_once_someone_asks(book, project):
+    book.append([{"id": "J-000001", "status": "failed"}])
+    other = Ledger(project, FakeClock())
+    other.append([{"id": "J-000050", "status": "running"}, {"id": "J-000051", "status": "running"}])
+    book.append([{"id": "J-000002", "status": "failed"}, {"id": "J-000003", "status": "running"}])
+    with pytest.raises(UsageError, match="J-000050 has already started"):
+        book.append([{"id": "J-000050", "status": "running"}])
+    other.finish({"id": "J-000051", "status": "failed"})
+    book.append([{"id": "J-000004", "status": "failed"}])
+    assert [line["id"] for line in book.open_jobs()] == ["J-000050", "J-000003"]
+    assert book.new_job_id() == "J-000052"
+    assert book.finish({"id": "J-000051", "status": "lost"}) is False
+
+
+def test_a_line_that_another_left_torn_is_closed_and_what_follows_is_seen(book):
+    book.append([{"id": "J-000001", "status": "failed"}])
+    appended_by_another(book, '{"id":"J-000007","status":"fai')
+    book.append([{"id": "J-000002", "status": "running"}])
+    with pytest.raises(UsageError, match="J-000002 has already started"):
+        book.append([{"id": "J-000002", "status": "running"}])
+    book.append([{"id": "J-000007", "status": "failed"}])  # the torn line was no end
+    assert book.verify().problem_count == 1
+
+
+def test_a_ledger_that_another_cut_or_replaced_is_read_anew(book):
+    book.append([{"id": f"J-{n:06d}", "status": "failed"} for n in range(1, 4)])
+    whole = book.path.read_bytes()
+    book.path.write_bytes(whole[: whole.index(b"\n") + 1])
+    book.append([{"id": "J-000003", "status": "failed"}])
+    changed = book.path.with_name("changed")
+    changed.write_bytes(book.path.read_bytes().replace(b"J-000001", b"J-000009"))
+    changed.rename(book.path)
+    with pytest.raises(UsageError, match="J-000009 has already ended"):
+        book.append([{"id": "J-000009", "status": "failed"}])
+    book.append([{"id": "J-000001", "status": "failed"}])
+
+
+def test_many_lines_of_others_are_read_before_they_fill_the_memory(book, project, monkeypatch):
+    monkeypatch.setattr(job_index, "_MAX_UNREAD_IDS", 5)
+    other = Ledger(project, FakeClock())
+    book.append([{"id": "J-000001", "status": "failed"}])
+    for n in range(2, 40, 2):
+        other.append([{"id": f"J-{n:06d}", "status": "running"}])
+        book.append([{"id": f"J-{n + 1:06d}", "status": "failed"}])
+        assert len(book._known.unread) <= 7
+    assert len(book.open_jobs()) == 19
+
+
 def test_finishing_an_unknown_job_or_with_no_end_is_refused(book):
     with pytest.raises(JobNotFound):
         book.finish({"id": "J-000009", "status": "failed"})
@@ -118,6 +196,17 @@ def test_a_second_start_or_end_of_an_id_is_refused(book, records):
     with pytest.raises(UsageError, match="already"):
         book.append(records)
     assert book.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_an_end_before_the_start_is_refused_whether_the_start_is_new_or_on_disk(book, is_on_disk):
+    start = {"id": "J-000001", "status": "running", "ts": "2026-01-02T03:04:05Z"}
+    end = {"id": "J-000001", "status": "failed", "ts": "2026-01-02T03:04:04Z"}
+    if is_on_disk:
+        book.append([start])
+    with pytest.raises(UsageError, match="/ts is 2026-01-02T03:04:04Z, before J-000001 started"):
+        book.append([end] if is_on_disk else [start, end])
+    assert book.path.exists() == is_on_disk
 
 
 def test_an_infinite_cost_or_a_lone_surrogate_is_refused_and_not_a_traceback(book):

@@ -264,8 +264,7 @@ def _open_lock(path: Path) -> int:
 
 def _wait_for(descriptor: int, path: Path, timeout_s: float) -> None:
     """flock with an end. Short, growing, uneven pauses: many writers neither starve nor march in step."""
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.0001
+    deadline, pause_s = None, 0.0001
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -274,10 +273,12 @@ def _wait_for(descriptor: int, path: Path, timeout_s: float) -> None:
             pass
         except OSError as exc:  # ENOLCK: a file system without locks
             raise NotWritable(path=str(path), reason=f"it cannot be locked: {exc.strerror}") from exc
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        deadline = now + timeout_s if deadline is None else deadline
+        if now >= deadline:
             raise StateBusy(file=path.name, holder=_holder(descriptor), waited_s=f"{timeout_s:g}")
-        time.sleep(pause_s * (0.5 + os.urandom(1)[0] / 512))
-        pause_s = min(pause_s * 1.5, 0.01)
+        time.sleep(pause_s * (0.5 + now * 1e6 % 1))
+        pause_s = min(pause_s * 2, 0.01)
 
 
 def _holder(descriptor: int) -> str:

@@ -19,6 +19,8 @@ _AT_ONCE_BYTES = 1 << 20
 _MANY_LINES = 200
 _TAIL_BYTES = 200
 _RECENT_IDS = 20_000
+_MAX_UNREAD_IDS = 20_000
+_LINE_BEGINS = b'{"id":"'
 
 
 # `json.loads` without its guess at the encoding: half the time.
@@ -30,6 +32,8 @@ class JobIndex:
     """open: offset of the last line of each job without an end, oldest first. max_number: of the ids seen.
 
     recent: the ids of all lines from `recent_from` on, so that the file need not be searched for them.
+    unread: the ids of the lines from `offset` to `looked`. What these say is not in the fields above: whoever appends
+    among many writers asks only whether they speak of its own job.
     """
 
     offset: int = 0
@@ -37,9 +41,11 @@ class JobIndex:
     max_number: int = 0
     stamp: chain.Stamp | None = None
     lines_read: int = 0
-    tail: bytes = b""  # what stands just before `offset`
+    tail: bytes = b""  # what stands just before `looked`
     recent: set[str] = field(default_factory=set)
     recent_from: int = 0
+    unread: set[bytes] = field(default_factory=set)
+    looked: int = 0
 
     def see(self, identity: Any, status: Any, offset: int) -> None:
         if not isinstance(identity, str) or not JOB_ID.fullmatch(identity):
@@ -55,39 +61,59 @@ class JobIndex:
         else:
             self.open.pop(identity, None)
 
-    def move_to(self, offset: int, stamp: chain.Stamp, read: bytes) -> None:
-        self.offset, self.stamp, self.tail = offset, stamp, read[-_TAIL_BYTES:]
+    def add(self, offset: int, lines: list[tuple[str, str, bytes]], stamp: chain.Stamp) -> None:
+        """Take in what was just appended at `offset`: (id, status, bytes) of each line; stamp: of the file after it."""
+        if offset != self.looked:
+            return  # there was something before it: the next look reads both
+        if self.unread:
+            self.unread.update(identity.encode() for identity, _status, _data in lines)
+        for identity, status, data in lines:
+            if not self.unread:
+                self.see(identity, status, offset)
+            offset += len(data)
+        self._move_to(offset, stamp, lines[-1][2])
+        if not self.unread:
+            self.offset = offset
+
+    def look(self, ledger: Path, stamp: chain.Stamp | None) -> bool:
+        """Note which ids were appended since, without decoding the lines.
+
+        False when that cannot be told from the bytes alone: the lines have to be read.
+        """
+        if stamp is None or self.stamp == stamp:
+            return self.stamp == stamp
+        if stamp.size - self.looked > _AT_ONCE_BYTES or len(self.unread) > _MAX_UNREAD_IDS:
+            return False
+        fresh = self._grown(ledger, stamp, _AT_ONCE_BYTES)
+        ids = _plain_ids(fresh) if fresh else None
+        if not fresh or ids is None:
+            return False
+        self.unread.update(ids)
+        self._move_to(stamp.size, stamp, fresh)
+        return True
 
     def goes_on(self, ledger: Path, stamp: chain.Stamp) -> bool:
         """Whether the file only grew since, as far as its inode and the end of what was read tell.
 
         That is enough within one process; what a process finds on disk is checked as prefix_cache does.
         """
-        if self.stamp == stamp:
-            return True
-        return self._grown(ledger, stamp) is not None
+        return self.stamp == stamp or self._grown(ledger, stamp, 0) is not None
 
-    def unseen(self, ledger: Path, stamp: chain.Stamp | None) -> bytes | None:
-        """What was appended since the last look; None when it is much, or the file is not the one that was read."""
-        if stamp is None:
-            return b"" if self.stamp is None else None
-        if self.stamp == stamp:
-            return b""
-        if self.stamp is None or stamp.size - self.offset > _AT_ONCE_BYTES:
+    def _grown(self, ledger: Path, stamp: chain.Stamp, wanted_bytes: int) -> bytes | None:
+        """The first of what stands behind `looked`, if the file only grew since."""
+        tail = self.tail
+        if self.stamp is None or not tail or self.stamp.inode != stamp.inode or stamp.size < self.looked:
             return None
-        return self._grown(ledger, stamp)
-
-    def _grown(self, ledger: Path, stamp: chain.Stamp) -> bytes | None:
-        """At most _AT_ONCE_BYTES of what stands behind `offset`, if the file only grew since."""
-        if self.stamp is None or not self.tail or self.stamp.inode != stamp.inode or stamp.size < self.offset:
-            return None
-        wanted = min(stamp.size - self.offset, _AT_ONCE_BYTES) + len(self.tail)
         descriptor = os.open(ledger, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            data = os.pread(descriptor, wanted, self.offset - len(self.tail))
+            wanted = min(stamp.size - self.looked, wanted_bytes) + len(tail)
+            data = os.pread(descriptor, wanted, self.looked - len(tail))
         finally:
             os.close(descriptor)
-        return data[len(self.tail) :] if data.startswith(self.tail) else None
+        return data[len(tail) :] if data.startswith(tail) else None
+
+    def _move_to(self, looked: int, stamp: chain.Stamp, read: bytes) -> None:
+        self.looked, self.stamp, self.tail = looked, stamp, read[-_TAIL_BYTES:]
 
 
 def refresh(index: JobIndex | None, ledger: Path, head: Path, cache: Path, *, may_save: bool) -> JobIndex:
@@ -101,7 +127,7 @@ def refresh(index: JobIndex | None, ledger: Path, head: Path, cache: Path, *, ma
     if began == stamp.size and index.stamp == stamp:
         return index
     index.lines_read += _read(index, ledger, stamp.size)
-    index.stamp = stamp
+    index.stamp, index.looked, index.unread = stamp, index.offset, set()
     if may_save and stamp.size >= prefix_cache.WORTHWHILE_BYTES and index.offset - began > _SAVE_AFTER_BYTES:
         sums = prefix_cache.checksums(ledger, 0, index.offset)
         data = {"open": index.open, "max_number": index.max_number}
@@ -131,7 +157,8 @@ def _from_cache(cache: Path, ledger: Path, head: Path, may_save: bool) -> JobInd
     try:
         if prefix is not None:
             data = prefix.data
-            return JobIndex(prefix.offset, dict(data["open"]), int(data["max_number"]), recent_from=prefix.offset)
+            opened, number = dict(data["open"]), int(data["max_number"])
+            return JobIndex(prefix.offset, opened, number, recent_from=prefix.offset, looked=prefix.offset)
     except (KeyError, TypeError, ValueError):
         pass
     return JobIndex()
@@ -156,6 +183,18 @@ def _read(index: JobIndex, ledger: Path, size: int) -> int:
     if count:
         index.tail = whole[-_TAIL_BYTES:]
     return count
+
+
+def _plain_ids(block: bytes) -> list[bytes] | None:
+    """Ids of lines as we write them: `id` comes first and no other key of the line could be it. None for others."""
+    if b"\\" in block and b"\\u" in block:  # an escape may spell a key; one character is found ten times faster
+        return None
+    lines = block.split(b"\n")
+    if lines.pop() or block.count(b'"id"') != len(lines):
+        return None
+    begins, start = _LINE_BEGINS, len(_LINE_BEGINS)
+    ids = [line[start : line.find(b'"', start)] for line in lines if line.startswith(begins)]
+    return ids if len(ids) == len(lines) else None
 
 
 def _lines(ledger: Path, start: int, size: int) -> Iterator[tuple[int, bytes]]:

@@ -53,7 +53,7 @@ class Ledger:
     def new_job_id(self, *, above: int = 0) -> str:
         """An id nobody has: not in the ledger, not in `jobs/`, not in `gpu-outputs/`, and above this number.
 
-        Making its folder is what reserves it. Outputs outlive records, and those of two jobs in one folder are nobody's.
+        Making its folder is what reserves it. Outputs outlive records; those of two jobs in one folder are nobody's.
         """
         self.project.require_writable()
         folder = self.project.path("jobs")
@@ -94,7 +94,8 @@ class Ledger:
             started = self._record_at(offset) or {}
             published = dict.fromkeys(job_record.FIELDS[:-2]) | {"artifacts": []}
             whole = {**published, **started, "ts": None, **ending}
-            self._append_locked([self._completed(whole, not_before=started.get("ts"))], chain.stamp_of(self.path))
+            lines = [self._completed(whole, not_before=started.get("ts"))]
+            self._append_locked(lines, _encoded(lines), chain.stamp_of(self.path))
             return True
 
     def append(self, records: Sequence[dict[str, Any]], *, private: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -114,13 +115,20 @@ class Ledger:
                 record["inputs"] = job_record.shortened_inputs(
                     record.get("inputs"), policy=self.inputs, private=private
                 )
-        # All that can be said of the file as it is now is found out before the lock is taken: others write meanwhile.
-        lines = self._checked(prepared)
+        # What takes long comes before the lock: others write meanwhile.
+        if self._known is None:
+            self._index()
+        lines = self._completed_all(prepared, {})
+        encoded = _encoded(lines)
         with files.lock(self.path):
             stamp = chain.stamp_of(self.path)
-            if self._may_be_mentioned({line["id"] for line in lines}, stamp):
-                lines = self._checked(prepared)
-            self._append_locked(lines, stamp)
+            index = self._index_for({line["id"] for line in lines}, stamp)
+            if started := self._starts_of(lines, index):
+                lines = self._completed_all(prepared, started)
+                encoded = _encoded(lines)
+            self._refuse_contradictions(lines, index)
+            _refuse_early_ends(lines, started)
+            self._append_locked(lines, encoded, stamp)
         return lines
 
     def reseal(self, reason: str) -> chain.Seal:
@@ -273,26 +281,26 @@ class Ledger:
         self._known = job_index.refresh(self._known, self.path, self.head, self._cache, may_save=self._keeps_caches)
         return self._known
 
-    def _checked(self, prepared: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The records as lines, each possible in the ledger as it is now."""
-        index = self._index()
-        started = self._starts_of(prepared, index)
-        lines = []
-        for number, record in enumerate(prepared, 1):
-            line = self._completed(dict(record), number, not_before=started.get(str(record["id"])))
-            if line["status"] == "running":
-                started.setdefault(line["id"], line["ts"])
-            lines.append(line)
-        self._refuse_contradictions(lines, index)
-        _refuse_early_ends(lines, started)
-        return lines
+    def _index_for(self, jobs: set[str], stamp: chain.Stamp | None) -> job_index.JobIndex:
+        """The index with all that the ledger says of these jobs; lines of others may be left undecoded.
 
-    def _may_be_mentioned(self, jobs: set[str], stamp: chain.Stamp | None) -> bool:
-        """Whether what came since the last look could say something of these jobs."""
-        fresh = b"" if self._known is None else self._known.unseen(self.path, stamp)
-        if fresh is None:
-            return True
-        return bool(fresh) and (b"\\u" in fresh or any(job.encode() in fresh for job in jobs))
+        The lock is held; stamp: of the ledger as it is now.
+        """
+        index = self._known
+        if index is not None and index.look(self.path, stamp):
+            if not index.unread or index.unread.isdisjoint([job.encode() for job in jobs]):
+                return index
+        return self._index()
+
+    def _completed_all(self, records: list[dict[str, Any]], started: dict[str, str]) -> list[dict[str, Any]]:
+        """The records as lines. started: `ts` of the first line of jobs that are open."""
+        known, lines = dict(started), []
+        for number, record in enumerate(records, 1):
+            line = self._completed(dict(record), number, not_before=known.get(str(record["id"])))
+            if line["status"] == "running":
+                known.setdefault(line["id"], line["ts"])
+            lines.append(line)
+        return lines
 
     def _starts_of(self, records: Sequence[dict[str, Any]], index: job_index.JobIndex) -> dict[str, str]:
         """`ts` of the line with which a job of these records started, where one is open and says so."""
@@ -313,7 +321,9 @@ class Ledger:
             record["ts"] = not_before if not_before and parse_timestamp(not_before) > now else timestamp(now)
         for key in ("cost_usd", "wasted_usd", "duration_s"):
             value = record.get(key)
-            if isinstance(value, Decimal | float) and abs(value) < 1e15:
+            if type(value) is float and value == round(value, 6):  # nothing to round; infinity is for the check below
+                record[key] = int(value) if value.is_integer() else value
+            elif isinstance(value, Decimal | float) and abs(value) < 1e15:
                 record[key] = json_number(Decimal(str(value)))
         line = job_record.ordered(record)
         if not job_record.is_plainly_valid(line):
@@ -323,23 +333,13 @@ class Ledger:
             schemas.check(line, "jobs", file=name, next_step=f"correct {name} and give it again")
         return line
 
-    def _append_locked(self, lines: list[dict[str, Any]], stamp: chain.Stamp | None) -> None:
+    def _append_locked(self, lines: list[dict[str, Any]], encoded: list[bytes], stamp: chain.Stamp | None) -> None:
         """stamp: of the ledger as it is now."""
-        try:
-            encoded = [files.dumps_line(line) for line in lines]
-        except (ValueError, TypeError, RecursionError, UnicodeEncodeError) as exc:
-            raise UsageError(f"a record is not JSON: {exc}", next_step="gpu ledger append --help") from exc
-        if len(max(encoded, key=len, default=b"")) > journal.MAX_LINE_BYTES:
-            raise UsageError("a record is larger than 8 MB", next_step="put large inputs into a file and name it")
-        index = self._known
-        assert index is not None
         offset, _length = journal.append_locked(self.path, b"".join(encoded))
         after = self._sealer.appended(stamp)
-        if offset == index.offset:  # else there was something else before it: the next look reads both
-            for line, data in zip(lines, encoded, strict=True):
-                index.see(line["id"], line["status"], offset)
-                offset += len(data)
-            index.move_to(offset, after, encoded[-1])
+        if self._known is not None:
+            added = [(line["id"], line["status"], data) for line, data in zip(lines, encoded, strict=True)]
+            self._known.add(offset, added, after)
 
     def _refuse_contradictions(self, lines: list[dict[str, Any]], index: job_index.JobIndex) -> None:
         """An id starts once and ends once, on disk and within the new lines."""
@@ -388,9 +388,21 @@ class Ledger:
                 end = start
 
 
+def _encoded(lines: list[dict[str, Any]]) -> list[bytes]:
+    try:
+        encoded = [files.dumps_line(line) for line in lines]
+    except (ValueError, TypeError, RecursionError, UnicodeEncodeError) as exc:
+        raise UsageError(f"a record is not JSON: {exc}", next_step="gpu ledger append --help") from exc
+    if len(max(encoded, key=len, default=b"")) > journal.MAX_LINE_BYTES:
+        raise UsageError("a record is larger than 8 MB", next_step="put large inputs into a file and name it")
+    return encoded
+
+
 def _refuse_early_ends(lines: list[dict[str, Any]], started: dict[str, str]) -> None:
+    """started: `ts` of the first line of jobs that are open."""
+    known = dict(started)
     for number, line in enumerate(lines, 1):
-        began = started.get(line["id"], line["ts"])
+        began = known.setdefault(line["id"], line["ts"])
         for key, value, start in (
             ("ts", line["ts"], began),
             ("completed_at", line.get("completed_at"), line.get("started_at")),
