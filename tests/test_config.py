@@ -398,3 +398,18 @@ def test_a_missing_dotenv_or_a_virtual_environment_of_that_name_gives_nothing(tm
     assert read_dotenv(tmp_path, ["A"]) == {}
     (tmp_path / ".env").mkdir()
     assert read_dotenv(tmp_path, ["A"]) == {}
+
+
+def test_a_wait_of_more_than_a_day_is_refused_whoever_wrote_its_parts(tmp_path: Path) -> None:
+    text = "compute: {capacity: {mode: wait, attempts: 25, interval: 1h}}\n"
+    assert "more than 24h" in refused(tmp_path, text).message
+    assert load(tmp_path, text.replace("25", "24")).compute.capacity.attempts == 24
+    assert load(tmp_path, text.replace("wait", "immediate")).compute.capacity.attempts == 25
+    assert (
+        "more than 24h"
+        in refused(tmp_path, text.replace("25", "2"), environ={"GPU_COMPUTE_CAPACITY_INTERVAL": "13h"}).message
+    )
+    assert (
+        "more than 24h"
+        in refused(tmp_path, text.replace("wait", "immediate"), flags={"compute.capacity.mode": "wait"}).message
+    )

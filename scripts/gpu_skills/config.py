@@ -45,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
 CEILINGS = frozenset({"compute.max_rate_usd_hr", "lifecycle.max_lifetime", "budget.session_usd"})
 _WORDS = frozenset({"provider", "host", "compute.image", "compute.gpu", "compute.capacity.mode", "runtime.engine"})
 _SHORTEST_S = 1.0
+LONGEST_WAIT_S = 24 * 3600.0  # a yes to a plan that waits holds so long at most: prices and minds change
 
 
 @dataclass(frozen=True)
@@ -356,6 +357,13 @@ def _height(setting: _Setting, key: str) -> Decimal:
 
 
 def _check_together(settings: dict[str, _Setting]) -> None:
+    attempts, interval = settings["compute.capacity.attempts"], settings["compute.capacity.interval"]
+    wait_s = int(attempts.value) * _duration(interval, "compute.capacity.interval")
+    if settings["compute.capacity.mode"].value == "wait" and wait_s > LONGEST_WAIT_S:
+        raise attempts.error(
+            f"{attempts.text} attempts, one every {interval.text}, are more than 24h: fewer, or more often",
+            attempts.where,
+        )
     idle, lifetime = settings["lifecycle.idle_timeout"], settings["lifecycle.max_lifetime"]
     if idle.value == "off" and (lifetime.value == "off" or lifetime.source == "default"):
         raise idle.error(

@@ -147,6 +147,15 @@ def test_the_approval_of_a_wait_plan_lives_to_the_end_of_its_attempts_and_the_pe
         approvals.find(op, ask)
 
 
+@pytest.mark.parametrize("measured_later_h", [0, 300])
+def test_no_approval_of_a_wait_lives_longer_than_a_day_whatever_its_plan_says(op, measured_later_h):
+    waits = {"mode": "wait", "attempts": 100_000, "interval_s": 60}
+    measured = op.clock.now() + timedelta(hours=measured_later_h)
+    until = timestamp(op.clock.now() + timedelta(days=400))
+    given = give(op, an_ask(op, capacity=waits, expires_at=until, measured_at=timestamp(measured)))
+    assert given.expires_at - given.issued_at == timedelta(days=1)
+
+
 def test_a_wait_that_is_shorter_than_an_hour_shortens_no_approval(op):
     ask = an_ask(op, capacity={"mode": "wait", "attempts": 20, "interval_s": 60})
     given = give(op, ask)

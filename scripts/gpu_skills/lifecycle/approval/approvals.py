@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from gpu_skills.clock import timestamp
+from gpu_skills.config import LONGEST_WAIT_S
 from gpu_skills.errors import (
     ApprovalExpired,
     ApprovalInvalid,
@@ -390,8 +391,8 @@ def _draft(op: Operator, ask: Ask, level: str) -> Approval:
 
 
 def _end_of_life(ask: Ask, issued: datetime) -> datetime:
-    hour = issued + LIFE
-    return max(hour, ask.approval_until or hour).replace(microsecond=0)
+    hour, day = issued + LIFE, issued + timedelta(seconds=LONGEST_WAIT_S)
+    return max(hour, min(ask.approval_until or hour, day)).replace(microsecond=0)
 
 
 def _record(op: Operator, approval: Approval) -> Approval:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
 from gpu_skills.clock import parse_timestamp, timestamp
+from gpu_skills.config import LONGEST_WAIT_S
 from gpu_skills.errors import PlanChanged, UsageError, one_line
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.plans.plan import SHOWN_CHARS, Plan
@@ -84,8 +85,10 @@ def ask_of_plan(name: str, plan: Plan) -> Ask:
 
 
 def _until(plan: Plan) -> datetime | None:
-    """A plan that waits is good for the whole sequence of its attempts, which ends when it expires."""
-    return parse_timestamp(plan.expires_at) if plan.capacity.get("mode") == "wait" else None
+    """A plan that waits is good for the whole sequence of its attempts, until it expires: a day at most."""
+    if plan.capacity.get("mode") != "wait":
+        return None
+    return min(parse_timestamp(plan.expires_at), parse_timestamp(plan.measured_at) + timedelta(seconds=LONGEST_WAIT_S))
 
 
 def _lines(plan: Plan) -> list[str]:

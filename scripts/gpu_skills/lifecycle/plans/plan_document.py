@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from gpu_skills.clock import timestamp
+from gpu_skills.config import LONGEST_WAIT_S
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import preflight
 from gpu_skills.lifecycle.plans.market import Look, offer_record
@@ -39,7 +40,10 @@ def document(
     config, now = wish.config, op.clock.now()
     capacity = config.compute.capacity
     waits = capacity.mode == "wait"
-    sequence = timedelta(seconds=capacity.attempts * capacity.interval_s) if waits else timedelta(0)
+    attempts = capacity.attempts if waits else 1
+    if waits and capacity.interval_s > 0:  # an older plan that is measured again may have had more
+        attempts = max(1, min(attempts, int(LONGEST_WAIT_S // capacity.interval_s)))
+    sequence = timedelta(seconds=min(attempts * capacity.interval_s, LONGEST_WAIT_S)) if waits else timedelta(0)
     need = replace(need, hours=worst.deadline_s / 3600)
     best = next((one.estimates[0] for one in looks if one.estimates), None)
     expected_usd = None
@@ -77,7 +81,7 @@ def document(
         job_timeout_s=wish.job_timeout_s,
         capacity={
             "mode": capacity.mode,
-            "attempts": capacity.attempts if waits else 1,
+            "attempts": attempts,
             "interval_s": json_number(Decimal(str(capacity.interval_s))) if waits else 0,
         },
         expected_s=wish.expected_s,
