@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpu_skills import resources, schemas
-from gpu_skills.cli.state_reference import RECORDS, SETTINGS, Field, fields, state_files_reference
+from gpu_skills.cli.state_reference import OF_USER, RECORDS, SETTINGS, Field, fields, state_files_reference
 
 SCHEMAS = resources.ROOT / "schemas"
 
@@ -24,14 +24,14 @@ def page() -> str:
 
 
 def test_every_schema_of_a_file_has_a_section(page: str) -> None:
-    documented = [record.schema for record in (*RECORDS, *SETTINGS)]
+    documented = [record.schema for record in (*RECORDS, *OF_USER, *SETTINGS)]
     there = [path.relative_to(SCHEMAS).as_posix().removesuffix(".json") for path in SCHEMAS.rglob("*.json")]
     assert sorted(documented) == sorted(name for name in there if not name.startswith("cli/"))
-    for record in (*RECORDS, *SETTINGS):
+    for record in (*RECORDS, *OF_USER, *SETTINGS):
         assert re.search(rf"^##+ {re.escape(record.file)}$", page, re.MULTILINE), record.file
 
 
-@pytest.mark.parametrize("record", [*RECORDS, *SETTINGS], ids=lambda r: r.schema)
+@pytest.mark.parametrize("record", [*RECORDS, *OF_USER, *SETTINGS], ids=lambda r: r.schema)
 def test_every_field_has_a_type_and_says_what_it_means(record, page: str) -> None:
     found = list(fields(schemas.load(record.schema)))
     assert found

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from dataclasses import replace
 
 import pytest
 
-from gpu_skills.errors import ApprovalUsed, StateBusy
-from gpu_skills.lifecycle import runs
+from gpu_skills.errors import ApprovalUsed, NotWritable, StateBusy, StateError
+from gpu_skills.lifecycle import machines, runs
+from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.lifecycle.runs import Attempt, Run
+from renting import play_machines, rent
+
+pytestmark = pytest.mark.subprocess
 
 APPROVAL = "a_0123456789abcdef"
 
@@ -66,3 +74,93 @@ def test_only_one_works_on_a_run_at_a_time(rig):
         with pytest.raises(StateBusy), runs.working_on(op, APPROVAL):
             pass
     assert not runs.is_worked_on(op, APPROVAL)
+
+
+def spoilt(op, change, *, name: str = APPROVAL):
+    """The file of a run, changed by hand."""
+    path = runs.folder(op, name) / f"{name}.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(change(content) or content))
+    return path
+
+
+def in_attempt(**wrong):
+    return lambda content: content["attempts"][0].update(wrong)
+
+
+WRONG = {
+    "attempts is no array": lambda content: content.update(attempts="none"),
+    "an attempt is no object": lambda content: content.update(attempts=[1]),
+    "the number is a word": in_attempt(number="one"),
+    "over is a word": in_attempt(is_over="false"),
+    "a result that is none": in_attempt(result="perhaps"),
+    "a rate below zero": in_attempt(rate_usd_hr=-1),
+    "an intent that leads out": in_attempt(intent="../../x"),
+    "a machine that leads out": in_attempt(machine_id="../m"),
+    "a deadline that is none": in_attempt(deadline_at="tomorrow"),
+    "a state that is none": lambda content: content.update(state="paused"),
+    "settled is a number": lambda content: content.update(is_settled=1),
+    "money as text": lambda content: content.update(reserved_usd="3.5"),
+    "another approval": lambda content: content.update(approval_id="a_other"),
+    "no provider": lambda content: {k: v for k, v in content.items() if k != "provider"},
+    "a list": lambda content: [content],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_run_that_is_not_what_it_was_is_named_with_its_file_and_keeps_no_other_from_being_read(rig, wrong):
+    op = rig("vast", containers=False).op
+    runs.create(op, a_run(op, attempts=(an_attempt(1),)))
+    other = runs.create(op, a_run(op, approval_id="a_fedcba9876543210"))
+    path = spoilt(op, WRONG[wrong])
+    assert runs.all_runs(op) == [other] == runs.own_runs(op)
+    (problem,) = runs.damaged(op)
+    for asked in (
+        runs.load,
+        lambda op, id: runs.update(op, id, lambda run: run),
+        lambda op, _: runs.require_readable(op),
+    ):
+        with pytest.raises(StateError) as caught:
+            asked(op, APPROVAL)
+        assert path.name in caught.value.message
+    assert problem.next_step == f"restore {path}, or move it away, then: gpu reconcile --adopt"
+
+
+def test_fields_that_a_newer_version_wrote_into_a_run_are_passed_over(rig):
+    op = rig("vast", containers=False).op
+    run = runs.create(op, a_run(op, attempts=(an_attempt(1),)))
+    spoilt(op, lambda content: content.update(colour="blue"))
+    spoilt(op, in_attempt(colour="blue"))
+    assert runs.load(op, APPROVAL) == run
+
+
+def test_with_a_damaged_run_reconcile_goes_on_and_says_so_and_nothing_more_is_rented(rig):
+    r = rig("vast", containers=False)
+    play_machines(r)
+    machine = rent(r).machine
+    runs.create(r.op, a_run(r.op, project_id="another"))
+    path = spoilt(r.op, lambda content: content.update(attempts=7))
+    report = reconcile.run(r.op, ["vast"])
+    (finding,) = [f for f in report.findings if f.what == "run_damaged"]
+    assert path.name in finding.text and str(path) in finding.next_step and not report.is_clear
+    with pytest.raises(StateError, match=path.name):
+        rent(r, disk_gb=60)
+    assert r.creates == 1
+    release.destroy(r.op, machine, why="asked", wait_s=600)
+    assert machines.find(r.project, machine.id).status == "destroyed" and not r.burning()
+
+
+@pytest.mark.parametrize("fails", ["open", "flock"])
+def test_a_lock_that_cannot_be_had_is_told_as_what_cannot_be_written(rig, monkeypatch, fails):
+    op = rig("vast", containers=False).op
+    runs.create(op, a_run(op))
+
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if fails == "flock":
+        monkeypatch.setattr(runs.fcntl, "flock", refuse)
+    else:
+        (runs.folder(op, APPROVAL) / f"{APPROVAL}.work").mkdir()
+    with pytest.raises(NotWritable, match=f"{APPROVAL}.work"), runs.working_on(op, APPROVAL):
+        pass

@@ -114,6 +114,13 @@ RECORDS = (
     StateFile("jobs/events_cursor", "jobs/ID/events_cursor.json", "Without it events are read from the first again."),
     StateFile("jobs/events", "jobs/ID/events.jsonl", "Copied from the machine; what is no such line is left out."),
 )
+OF_USER = (
+    StateFile(
+        "runs",
+        "runs/APPROVAL.json",
+        "Written by what rents. A damaged one is named by `gpu reconcile`, and nothing is rented until it is mended.",
+    ),
+)
 SETTINGS = (
     StateFile("gpu.yaml", "gpu.yaml", "Written once by `gpu init`, then yours."),
     StateFile("gpujob.yaml", "gpujob.yaml", "Yours; flags of `gpu job run` override it."),
@@ -125,6 +132,7 @@ def state_files_reference(note: str) -> str:
     """The whole page. note: the line that says how it was made."""
     parts = [f"# State files\n\n{note}\n", _INTRO]
     parts += [_section(record, f"`.pi/gpu/{record.file}`") for record in RECORDS]
+    parts += [_section(record, f"`~/.local/state/gpu/{record.file}`") for record in OF_USER]
     parts.append(_AROUND)
     parts.append(
         "## Settings\n\nRead strictly: an unknown key, or a key that stands twice, is an error with file and line.\n"

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gpu_skills.errors import ApprovalUsed, StateBusy, StateError
+from gpu_skills.errors import ApprovalUsed, NotWritable, StateBusy, StateError
 from gpu_skills.lifecycle import intents, machines
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.state import files
+from gpu_skills.state import files, quick_check
 from gpu_skills.userdirs import NoHome
 
 State = Literal["open", "won", "exhausted", "closed"]
@@ -70,7 +70,13 @@ class Run:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Run:
-        return cls(**{**record, "attempts": tuple(Attempt(**a) for a in record["attempts"])})
+        """Fields that this version does not know are passed over."""
+        attempts = tuple(Attempt(**_known(Attempt, attempt)) for attempt in record["attempts"])
+        return cls(**{**_known(cls, record), "attempts": attempts})
+
+
+def _known(kind: type[Run | Attempt], record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in kind.__dataclass_fields__ if name in record}
 
 
 def owner_of(op: Operator) -> str:
@@ -109,12 +115,17 @@ def setting_up(op: Operator, provider: str) -> contextlib.AbstractContextManager
 def _alone(path: Path, what: str) -> Iterator[None]:
     files.make_directory(path.parent)
     # Outside the order of `files.lock`: it is held for minutes, while all the others come and go.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as exc:
+        raise files.writing_failed(path, exc) from exc
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             raise StateBusy(f"another gpu command works on {what}", file=path.name, next_step="gpu status") from exc
+        except OSError as exc:  # ENOLCK: a file system without locks
+            raise NotWritable(path=str(path), reason=f"it cannot be locked: {exc.strerror}") from exc
         yield
     finally:
         os.close(descriptor)
@@ -130,21 +141,53 @@ def is_worked_on(op: Operator, approval_id: str) -> bool:
 
 
 def load(op: Operator, approval_id: str) -> Run | None:
+    """The run of an approval; StateError, with the file and what to do about it, for one that is not what it was."""
     path = _path(op, approval_id)
-    record = files.read_json(path, default=None)
-    if record is None:
-        return None
     try:
-        return Run.from_record(record)
-    except (TypeError, KeyError) as exc:
-        raise StateError(file=path.name, at="", problem="found something else, allowed is a run") from exc
+        record = files.read_json(path, default=None)
+        return None if record is None else _read(path, record)
+    except StateError as exc:
+        step = f"restore {path}, or move it away, then: gpu reconcile --adopt"
+        raise StateError(exc.message, next_step=step, **{**exc.details, "path": str(path)}) from exc
 
 
 def all_runs(op: Operator) -> list[Run]:
-    """Of every project of this user, oldest first."""
-    names = {path.stem for place in _places(op) for path in place.glob("a_*.json")}
-    found = [load(op, name) for name in sorted(names)]  # each from its own place: one that lies elsewhere is nobody's
-    return sorted((run for run in found if run is not None), key=lambda run: run.began_at)
+    """Of every project of this user, oldest first; those that cannot be read are `damaged`."""
+    return sorted((run for run in _found(op) if isinstance(run, Run)), key=lambda run: run.began_at)
+
+
+def damaged(op: Operator) -> list[StateError]:
+    """What is wrong with each file that should hold a run and does not."""
+    return [problem for problem in _found(op) if isinstance(problem, StateError)]
+
+
+def require_readable(op: Operator) -> None:
+    """Before money is spent: a run that cannot be read may have machines and money that nobody counts."""
+    for problem in damaged(op):
+        raise problem
+
+
+def _found(op: Operator) -> Iterator[Run | StateError]:
+    """Each from its own place: one that lies elsewhere is nobody's."""
+    for name in sorted({path.stem for place in _places(op) for path in place.glob("a_*.json")}):
+        try:
+            run = load(op, name)
+        except StateError as problem:
+            yield problem
+        else:
+            if run is not None:
+                yield run
+
+
+def _read(path: Path, record: Any) -> Run:
+    if not quick_check.fits(record, "runs"):
+        from gpu_skills import schemas
+
+        schemas.check(record, "runs", file=f"runs/{path.name}", error=StateError)
+    if record["approval_id"] != path.stem:
+        problem = f"found the run of {record['approval_id']}, allowed is that of {path.stem}"
+        raise StateError(file=f"runs/{path.name}", at=" /approval_id", problem=problem)
+    return Run.from_record(record)
 
 
 def own_runs(op: Operator) -> list[Run]:
@@ -229,10 +272,12 @@ def session_of(op: Operator, machine: Machine) -> str | None:
 def update(op: Operator, approval_id: str, change: Callable[[Run], Run]) -> Run:
     """Read, change, commit under the lock of the file. change has no effects: it may be applied again."""
 
-    def changed(record: Any) -> Any:
-        return change(Run.from_record(record)).to_record()
+    path = _path(op, approval_id)
 
-    return Run.from_record(files.update(_path(op, approval_id), changed))
+    def changed(record: Any) -> Any:
+        return change(_read(path, record)).to_record()
+
+    return Run.from_record(files.update(path, changed))
 
 
 def with_attempt(run: Run, attempt: Attempt) -> Run:

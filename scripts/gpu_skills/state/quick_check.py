@@ -87,6 +87,8 @@ def _check(keyword: str, rule: Any, schema: dict[str, Any]) -> Check:
             return lambda value: any(way(value) for way in ways)
         case "pattern":
             return lambda value: not isinstance(value, str) or _pattern(rule).search(value) is not None
+        case "minItems":
+            return lambda value: not isinstance(value, list) or len(value) >= rule
         case "minLength":
             return lambda value: not isinstance(value, str) or len(value) >= rule
         case "minimum":

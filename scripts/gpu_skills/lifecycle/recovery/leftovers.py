@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from gpu_skills.clock import parse_timestamp
-from gpu_skills.errors import StateBusy
+from gpu_skills.errors import StateBusy, StateError
 from gpu_skills.lifecycle import intents, machines, runs
 from gpu_skills.lifecycle.books import accounting
 from gpu_skills.lifecycle.intents import Intent
@@ -29,7 +29,7 @@ def free_unbound(op: Operator, provider: str) -> list[str]:
         if not directory.startswith(f"{provider}-") or is_young or _may_have_begun(name, known):
             continue
         is_approval = name.startswith(IS_APPROVAL)
-        if is_approval and runs.load(op, name) is not None:
+        if is_approval and _has_run(op, name):
             continue  # its run settles it
         if not all(_is_ours(op, machine_id) for machine_id in reserved.machine_ids):
             continue
@@ -40,6 +40,14 @@ def free_unbound(op: Operator, provider: str) -> list[str]:
             continue
         freed.append(name)
     return freed
+
+
+def _has_run(op: Operator, approval_id: str) -> bool:
+    """One that cannot be read is one."""
+    try:
+        return runs.load(op, approval_id) is not None
+    except StateError:
+        return True
 
 
 def _may_have_begun(name: str, known: dict[str, Intent]) -> bool:
