@@ -169,6 +169,8 @@ ALLOWED = {
     ("lifecycle/runs.py", "write"): "the empty file whose lock says that a run is worked on",
     ("lifecycle/channels.py", "network"): "messages to people: nothing here depends on one, and a lost one is reported",
     ("lifecycle/guard/receipts.py", "network"): "the receipt of a sentinel pass in a bucket, by the user's own boto3",
+    ("runtimes/outputs.py", "write"): "outputs on their way into a folder, under names that are ours",
+    ("runtimes/comfy_socket.py", "network"): "the websocket of a service: it only tells, nothing depends on it",
     # beside them
     ("jobs/collect.py", "write"): "the folders of outputs in the user's project",
     ("cli/demo.py", "write"): "a copy of the example in a folder that is the user's own",
@@ -189,6 +191,7 @@ NETWORK_MODULES = {
     "smtplib",
     "ssl",
     "apprise",
+    "websockets",
 }
 PROCESS_MODULES = {"subprocess", "multiprocessing", "pty"}
 OS_PROCESS = ("system", "popen", "exec", "spawn", "posix_spawn", "fork", "kill")
