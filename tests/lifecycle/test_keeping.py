@@ -17,6 +17,7 @@ from gpu_skills.errors import ApprovalNeeded, CommandFailed, FuseMissing, OverCe
 from gpu_skills.lifecycle import intents, labels, machines, notify
 from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.approval.approvals import Approval
+from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.lifecycle.renting import keeping
 from gpu_skills.state import budget
@@ -163,6 +164,34 @@ def test_what_was_allowed_is_found_again_and_what_got_dearer_is_not(rig):
     assert keeping.extension_plan(r.op, machine, 1800).ask().sha256 != plan.ask().sha256
     machines.update(r.project, machine.id, lambda m: replace(m, rate_usd_hr=m.rate_usd_hr * 2))
     assert keeping.extension_plan(r.op, machine, 3600).ask().sha256 != plan.ask().sha256
+
+
+@pytest.mark.parametrize("slip", [timedelta(hours=7), -timedelta(hours=1)])
+def test_a_deadline_edited_on_record_makes_no_extension_cheap(rig, slip):
+    r = rig("vast")
+    machine = rent(r, hours=2)
+    told = parse_timestamp(machine.deadline_at)
+    honest = keeping.extension_plan(r.op, machine, 8 * 3600)
+    machines.update(r.project, machine.id, lambda m: replace(m, deadline_at=timestamp(told + slip)))
+    plan = keeping.extension_plan(r.op, machines.find(r.project, machine.id), 8 * 3600)
+    assert (plan.old_deadline_at, plan.deadline_at) == (honest.old_deadline_at, timestamp(told + timedelta(hours=8)))
+    assert plan.worst_case_usd == honest.worst_case_usd >= 8 * machine.rate_usd_hr
+
+
+def test_a_deadline_edited_on_record_is_not_what_a_start_goes_back_to(rig):
+    r = rig("vast")
+    machine = release.stop(r.op, rent(r, hours=2))
+    machines.update(r.project, machine.id, lambda m: replace(m, deadline_at="2036-01-01T00:00:00Z"))
+    assert keeping.start_plan(r.op, machine, lasts_s=3600, session_usd=None).old_deadline_at == machine.deadline_at
+
+
+def test_an_extension_that_was_done_is_what_the_next_one_is_counted_from_where_no_label_tells(rig):
+    r = rig("runpod")
+    machine = rent(r, hours=2)
+    done = timestamp(parse_timestamp(machine.deadline_at) + timedelta(hours=1))
+    intents.begin(r.project, r.clock, "extend", "x1", machine_id=machine.id, details={"deadline_at": done})
+    intents.close(r.project, r.clock, "x1", "done")
+    assert keeping.extension_plan(r.op, machine, 3600).old_deadline_at == done
 
 
 def test_an_extension_over_a_ceiling_changes_nothing(rig):

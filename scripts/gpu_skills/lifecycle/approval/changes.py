@@ -5,15 +5,17 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from decimal import Decimal
 
-from gpu_skills.clock import parse_timestamp, timestamp
+from gpu_skills.clock import timestamp
 from gpu_skills.errors import ConflictingState, InstanceAbsent, PlanRefused
+from gpu_skills.lifecycle import labels
 from gpu_skills.lifecycle.approval import actions
 from gpu_skills.lifecycle.approval.actions import ActionPlan
-from gpu_skills.lifecycle.guard import fuse
+from gpu_skills.lifecycle.guard import fuse, sentinel_records
 from gpu_skills.lifecycle.guard.sentinel import STORAGE_GRACE_S
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan
+from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.units import format_duration, format_usd, usd
 
 APPROVABLE = timedelta(hours=1)
@@ -29,24 +31,32 @@ def start_plan(
     lasts_s: its deadline, counted from now. session_usd: what this start may cost in all. The policy's longest deadline
     bounds both. PlanRefused when that leaves less than five minutes.
     """
-    rate, storage = _rates(op, machine)
+    seen = _shown(op, machine)
+    rate, storage = _rates(machine, seen)
     limits = [lasts_s, _ceiling_s(op), _buys_s(session_usd, rate, storage * _grace_hours(op, machine))]
     seconds = min(limit for limit in (*limits, 7 * 86400.0) if limit is not None)
     if seconds < SHORTEST_S:
         reason = f"its limits leave {format_duration(seconds)} at {format_usd(rate)}/h"
         raise PlanRefused(summary=reason, reasons=[{"code": "too_short", "message": reason}])
-    return _frozen(op, machine, "start", op.clock.now() + timedelta(seconds=int(seconds)), rate, storage)
+    deadline_at = op.clock.now() + timedelta(seconds=int(seconds))
+    return _frozen(op, machine, "start", deadline_at, held_deadline(op, machine, seen), rate, storage)
 
 
-def extend_plan(op: Operator, machine: Machine, until: datetime) -> ActionPlan:
-    """To move the deadline of a running machine to a later moment. PlanRefused past the policy's longest deadline."""
-    if machine.deadline_at is None:
+def extend_plan(op: Operator, machine: Machine, more_s: float) -> ActionPlan:
+    """To move the deadline of a running machine: to more_s after the one that holds.
+
+    The record is no witness for that one: it is a file for hands, and a late deadline there would make the move to a
+    later one cheap. PlanRefused past the policy's longest deadline.
+    """
+    seen = _shown(op, machine)
+    before = held_deadline(op, machine, seen)
+    if before is None:
         raise ConflictingState(
             provider=machine.provider, what="extend", instance_id=machine.instance_id, reason="it has no deadline"
         )
-    before = parse_timestamp(machine.deadline_at)
+    until = before + timedelta(seconds=int(more_s))
     if until <= before:
-        reason = f"{timestamp(until)} is not later than the deadline it has, {machine.deadline_at}"
+        reason = f"{timestamp(until)} is not later than the deadline it has, {timestamp(before)}"
         raise PlanRefused(summary=reason, reasons=[{"code": "too_short", "message": reason}])
     ceiling_s = _ceiling_s(op)
     left_s = (until - op.clock.now()).total_seconds()
@@ -54,17 +64,27 @@ def extend_plan(op: Operator, machine: Machine, until: datetime) -> ActionPlan:
         asked, allowed = format_duration(left_s), format_duration(ceiling_s)
         reason = f"it would end {asked} from now, the policy allows {allowed}"
         raise PlanRefused(summary=reason, reasons=[{"code": "over_ceiling", "message": reason}])
-    rate, storage = _rates(op, machine)
-    return _frozen(op, machine, "extend", until, rate, storage)
+    rate, storage = _rates(machine, seen)
+    return _frozen(op, machine, "extend", until, before, rate, storage)
+
+
+def held_deadline(op: Operator, machine: Machine, seen: Instance) -> datetime | None:
+    """The deadline that a machine has now, as its label and the journal say."""
+    label = labels.ours(seen.label, op.project.project_id)
+    return None if label is None else sentinel_records.deadline_of(op, machine, seen, label)
 
 
 def _frozen(
-    op: Operator, machine: Machine, action: actions.Action, deadline_at: datetime, rate: Decimal, storage: Decimal
+    op: Operator,
+    machine: Machine,
+    action: actions.Action,
+    deadline_at: datetime,
+    before: datetime | None,
+    rate: Decimal,
+    storage: Decimal,
 ) -> ActionPlan:
     now = op.clock.now()
-    begins = now
-    if action == "extend" and machine.deadline_at is not None:
-        begins = max(now, parse_timestamp(machine.deadline_at))
+    begins = now if action == "start" or before is None else max(now, before)
     runs_h = Decimal(str(max(0.0, (deadline_at - begins).total_seconds()))) / _HOUR_S
     worst = runs_h * rate
     if action == "start":  # an extended machine has its storage and grace in the plan that made it
@@ -82,7 +102,7 @@ def _frozen(
         gpu=machine.gpu,
         gpu_count=machine.gpu_count or None,
         deadline_at=timestamp(deadline_at),
-        old_deadline_at=machine.deadline_at,
+        old_deadline_at=None if before is None else timestamp(before),
         whose_machine=None if made is None else made.whose_machine,
         secrets=() if made is None else made.secrets,
         measured_at=timestamp(now),
@@ -94,11 +114,15 @@ def _frozen(
     return frozen
 
 
-def _rates(op: Operator, machine: Machine) -> tuple[Decimal, Decimal]:
-    """(running, stopped) in USD an hour as the provider shows them now, by the dearer reading."""
+def _shown(op: Operator, machine: Machine) -> Instance:
     seen = op.reader(machine.provider).machine(machine.instance_id) if machine.instance_id is not None else None
     if seen is None:
         raise InstanceAbsent(provider=machine.provider, instance_id=machine.instance_id or machine.id)
+    return seen
+
+
+def _rates(machine: Machine, seen: Instance) -> tuple[Decimal, Decimal]:
+    """(running, stopped) in USD an hour as the provider shows them now, by the dearer reading."""
     rates = [rate for rate in (seen.rate_usd_hr, machine.rate_usd_hr) if rate]
     storages = [rate for rate in (seen.storage_usd_hr, machine.storage_usd_hr) if rate is not None]
     return max(rates, default=Decimal(0)), max(storages, default=Decimal(0))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import GpuError, StateError
 from gpu_skills.lifecycle import intents, machines, runs, states
 from gpu_skills.lifecycle.ending import ownership, release
+from gpu_skills.lifecycle.guard import sentinel
 from gpu_skills.lifecycle.guard.sentinel import Note, Pass
+from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import files
 
 DEADLINE = "deadline_passed"
+# Seconds are cut from times on record and in labels.
+SAME_MOMENT = timedelta(seconds=2)
 _MAX_FILE_BYTES = 1 << 20
 
 
@@ -34,6 +38,25 @@ def deadlines(op: Operator, provider: str) -> dict[str, datetime | None]:
         if intent.action in ("extend", "start") and intent.result == "done" and intent.machine_id in by_machine:
             _later(found, str(by_machine[intent.machine_id]), intent.details.get("deadline_at"))
     return found
+
+
+def deadline_of(op: Operator, machine: Machine, seen: Instance, label: Label) -> datetime | None:
+    """What holds: the label, or what was approved later. Never what stands in the registry."""
+    known = deadlines(op, machine.provider)
+    if never_came_true(op, machine, label):
+        return known[label.intent]
+    return sentinel.effective_deadline(seen, label, known)
+
+
+def never_came_true(op: Operator, machine: Machine, label: Label) -> bool:
+    """Whether the label holds the deadline of a start or an extension that came to nothing."""
+    approved = deadlines(op, machine.provider).get(label.intent)
+    if approved is None or label.deadline_at is None or label.deadline_at - approved <= SAME_MOMENT:
+        return False
+    return any(
+        i.action in ("start", "extend") and i.machine_id == machine.id and i.result in ("failed", "refused")
+        for i in intents.read(op.project).values()
+    )
 
 
 def protected(op: Operator, provider: str) -> set[str]:

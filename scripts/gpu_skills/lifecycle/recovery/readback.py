@@ -14,6 +14,7 @@ from gpu_skills.lifecycle.ending import ownership, release
 from gpu_skills.lifecycle.guard import sentinel
 from gpu_skills.lifecycle.guard import sentinel_records as deadlines
 from gpu_skills.lifecycle.guard.sentinel import Decision
+from gpu_skills.lifecycle.guard.sentinel_records import SAME_MOMENT, deadline_of
 from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
@@ -25,8 +26,6 @@ from gpu_skills.units import format_usd, usd
 
 # A start or an extension whose command died may still be on its way; later it is not.
 ON_ITS_WAY = timedelta(minutes=10)
-# Seconds are cut from times on record and in labels.
-_SAME_MOMENT = timedelta(seconds=2)
 
 
 @dataclass(frozen=True)
@@ -91,28 +90,9 @@ def worked_on(op: Operator, machine: Machine) -> str | None:
     return None
 
 
-def deadline_of(op: Operator, machine: Machine, seen: Instance, label: Label) -> datetime | None:
-    """What holds: the label, or what was approved later. Never what stands in the registry."""
-    known = deadlines.deadlines(op, machine.provider)
-    if _never_came_true(op, machine, label):
-        return known[label.intent]
-    return sentinel.effective_deadline(seen, label, known)
-
-
-def _never_came_true(op: Operator, machine: Machine, label: Label) -> bool:
-    """Whether the label holds the deadline of a start or an extension that came to nothing."""
-    approved = deadlines.deadlines(op, machine.provider).get(label.intent)
-    if approved is None or label.deadline_at is None or label.deadline_at - approved <= _SAME_MOMENT:
-        return False
-    return any(
-        i.action in ("start", "extend") and i.machine_id == machine.id and i.result in ("failed", "refused")
-        for i in intents.read(op.project).values()
-    )
-
-
 def _label_too_late(op: Operator, machine: Machine, seen: Instance, label: Label) -> list[Note]:
     """Put the approved deadline back into the label, where that does not disturb the machine."""
-    if not _never_came_true(op, machine, label):
+    if not deadlines.never_came_true(op, machine, label):
         return []
     may_relabel = op.reader(machine.provider).traits.relabel_is_safe or seen.status == "stopped"
     if may_relabel:
@@ -328,4 +308,4 @@ def grace_of(op: Operator, machine: Machine) -> timedelta:
 def _differ(one: datetime | None, other: datetime | None) -> bool:
     if one is None or other is None:
         return one is not other
-    return abs(one - other) > _SAME_MOMENT
+    return abs(one - other) > SAME_MOMENT

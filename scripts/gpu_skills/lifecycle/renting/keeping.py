@@ -63,18 +63,17 @@ def extension_plan(op: Operator, machine: Machine, more_s: float) -> ActionPlan:
     """
     from gpu_skills.lifecycle.approval import changes
 
-    machine, _, _ = _running(op, machine, "extended")
-    if machine.deadline_at is None:
+    machine, seen, _ = _running(op, machine, "extended")
+    if changes.held_deadline(op, machine, seen) is None:
         raise Refused(f"{machine.id} has no deadline to extend", next_step=f"gpu machine show {machine.id}")
-    is_under_way = any(
-        intent.action == "extend" and intent.machine_id == machine.id and intent.is_open
-        for intent in intents.read(op.project).values()
-    )
-    begun = allowed(op, "extend", machine, lambda plan: plan.deadline_at == machine.deadline_at)
-    if is_under_way and begun is not None:
-        return begun
-    until = parse_timestamp(machine.deadline_at) + timedelta(seconds=int(more_s))
-    fresh = changes.extend_plan(op, machine, until)
+    begun = release.under_way(op, "extend", machine.id)
+    if begun is not None:
+        wanted = begun.details.get("deadline_at")
+        known = allowed(op, "extend", machine, lambda plan: plan.deadline_at == wanted)
+        if known is None:
+            raise Refused(f"an extension of {machine.id} began and is not over", next_step="gpu reconcile")
+        return known
+    fresh = changes.extend_plan(op, machine, more_s)
 
     def is_the_same(plan: ActionPlan) -> bool:
         times = (plan.old_deadline_at, plan.deadline_at) == (fresh.old_deadline_at, fresh.deadline_at)
@@ -111,6 +110,7 @@ def extend(op: Operator, plan: ActionPlan, approval: Approval) -> Extended:
         machine, seen, label = _running(op, machine, "extended")
         with unrecorded.told(op.project, "extend", lambda: [plan.machine_id]):
             with closing(op.connect(machine)) as link:
+                runs.require_readable(op)
                 approvals.use(op, approval, plan.ask())
                 intent = labels.action_intent(approval.id, "extend", machine.id)
                 _reserve(op, machine, plan, intent, deadline_at)
