@@ -168,7 +168,9 @@ ALLOWED = {
     ("lifecycle/renting/sshkeys.py", "write"): "puts the key that ssh-keygen made where it belongs",
     ("lifecycle/runs.py", "write"): "the empty file whose lock says that a run is worked on",
     ("lifecycle/channels.py", "network"): "messages to people: nothing here depends on one, and a lost one is reported",
-    ("lifecycle/guard/receipts.py", "network"): "the receipt of a sentinel pass in a bucket, by the user's own boto3",
+    ("artifacts/s3_client.py", "network"): "objects in the user's bucket, by boto3 with the user's own settings",
+    ("artifacts/incoming.py", "write"): "a file on its way from a store, verified before it is renamed into place",
+    ("artifacts/local.py", "write"): "takes an object of a folder away",
     ("runtimes/outputs.py", "write"): "outputs on their way into a folder, under names that are ours",
     ("runtimes/comfy_socket.py", "network"): "the websocket of a service: it only tells, nothing depends on it",
     # beside them

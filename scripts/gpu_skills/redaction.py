@@ -9,6 +9,10 @@ _HEADER = re.compile(
     r"(?i)\b(authorization|x-api-key|api[_-]?key|token|password|secret)(\"?\s*[:=]\s*\"?)(bearer\s+)?[^\s\"',&}]+"
 )
 _SHAPES = re.compile(r"\b(hf_|sk-|rpa_|sbx_|ghp_|AKIA)[A-Za-z0-9_-]{8,}")
+# What makes a presigned URL a key; the older form has no prefix.
+_SIGNED = re.compile(
+    r"(?i)([?&](?:x-amz-(?:signature|credential|security-token)|signature|awsaccesskeyid)=)[^\s&\"'<>]+"
+)
 _SOUNDS_SECRET = re.compile(r"(?i)key|token|secret|password")
 _SHORTEST = 6  # shorter values stand in ordinary words
 
@@ -18,6 +22,7 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, "***")
+    text = _SIGNED.sub(lambda m: f"{m.group(1)}***", text)
     text = _HEADER.sub(lambda m: f"{m.group(1)}{m.group(2)}***", text)
     return _SHAPES.sub(lambda m: f"{m.group(1)}***", text)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import sys
-import types
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from gpu_skills.clock import timestamp
-from gpu_skills.errors import MissingProgram, NotWritable, Unavailable, Unguarded, UsageError
+from gpu_skills.errors import AuthRejected, MissingProgram, NotWritable, Unguarded, UsageError
 from gpu_skills.lifecycle import runs
 from gpu_skills.lifecycle.guard import keyproof, receipts, sentinel
 from gpu_skills.lifecycle.recovery import overview
 from gpu_skills.lifecycle.renting import creation, provision
 from gpu_skills.state import files
+from s3_server import s3, s3_application
+
+__all__ = ["s3", "s3_application"]
 from renting import a_plan, approved, guarded
 
 
@@ -122,66 +123,37 @@ def test_a_receipt_is_not_written_into_a_folder_that_is_not_there(tmp_path):
 # in a bucket --------------------------------------------------------------------------------------------------------
 
 
-class Bucket:
-    """What boto3 does for us of S3: get and put of one object."""
-
-    class exceptions:
-        class NoSuchKey(Exception):
-            pass
-
-    def __init__(self) -> None:
-        self.objects: dict[tuple[str, str], bytes] = {}
-        self.fails: Exception | None = None
-
-    def get_object(self, *, Bucket: str, Key: str):
-        if self.fails:
-            raise self.fails
-        if (Bucket, Key) not in self.objects:
-            raise self.exceptions.NoSuchKey
-        return {"Body": io.BytesIO(self.objects[Bucket, Key])}
-
-    def put_object(self, *, Bucket: str, Key: str, Body: bytes, ContentType: str):
-        if self.fails:
-            raise self.fails
-        self.objects[Bucket, Key] = Body
-
-
-@pytest.fixture
-def bucket(monkeypatch) -> Bucket:
-    made = Bucket()
-    boto3, session = types.ModuleType("boto3"), types.ModuleType("boto3.session")
-    boto3.client = lambda service, config: made  # type: ignore[attr-defined]
-    session.Config = dict  # type: ignore[attr-defined]
-    for name, module in (("boto3", boto3), ("boto3.session", session)):
-        monkeypatch.setitem(sys.modules, name, module)
-    return made
-
-
-def test_a_receipt_in_a_bucket_counts_like_one_in_a_file(r, bucket):
-    named = with_receipts(r.op, "s3://ours/fleet/receipt.json")
+def test_a_receipt_in_a_bucket_counts_like_one_in_a_file(r, s3):
+    place = f"{s3.uri}/fleet/receipt.json"
+    named = with_receipts(r.op, place)
     with pytest.raises(Unguarded):
-        receipts.require_recent(named, "vast", "stop")
-    leave_receipt(r, "s3://ours/fleet/receipt.json")
-    assert list(bucket.objects) == [("ours", "fleet/receipt.json")]
-    receipts.require_recent(named, "vast", "stop")
+        receipts.require_recent(named, "vast")
+    leave_receipt(r, place)
+    assert s3.keys() == ["fleet/receipt.json"]
+    receipts.require_recent(named, "vast")
 
 
-def test_a_bucket_that_fails_is_no_receipt_and_says_why(r, bucket):
-    bucket.fails = RuntimeError("no route")
-    with pytest.raises(Unguarded, match="no route"):
-        receipts.require_recent(with_receipts(r.op, "s3://ours/r.json"), "vast", "stop")
-    with pytest.raises(Unavailable):
-        receipts.write("s3://ours/r.json", {})
+def test_a_bucket_that_refuses_is_no_receipt_and_says_why(r, s3):
+    s3.application.fault = lambda request: 403
+    with pytest.raises(Unguarded, match=s3.bucket):
+        receipts.require_recent(with_receipts(r.op, f"{s3.uri}/r.json"), "vast")
+    with pytest.raises(AuthRejected):
+        receipts.write(f"{s3.uri}/r.json", {})
 
 
-def test_an_object_too_large_to_be_a_receipt_is_not_read_whole(r, bucket):
-    bucket.objects["ours", "r.json"] = b" " * (receipts.MAX_BYTES + 2)
+def test_a_bucket_that_is_not_there_is_no_receipt(r, s3):
+    with pytest.raises(Unguarded, match="no-such-bucket"):
+        receipts.require_recent(with_receipts(r.op, "s3://no-such-bucket/r.json"), "vast")
+
+
+def test_an_object_too_large_to_be_a_receipt_is_not_read_whole(r, s3):
+    s3.client.put_object(Bucket=s3.bucket, Key="r.json", Body=b" " * (receipts.MAX_BYTES + 2))
     with pytest.raises(Unguarded, match="4 MB"):
-        receipts.require_recent(with_receipts(r.op, "s3://ours/r.json"), "vast", "stop")
+        receipts.require_recent(with_receipts(r.op, f"{s3.uri}/r.json"), "vast")
 
 
 def test_without_boto3_the_error_says_what_to_install(r, monkeypatch):
-    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setitem(sys.modules, "boto3.session", None)
     with pytest.raises(MissingProgram, match="boto3"):
         receipts.read("s3://ours/r.json")
     with pytest.raises(Unguarded, match="boto3"):

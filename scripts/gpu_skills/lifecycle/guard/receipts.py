@@ -95,18 +95,12 @@ def read(place: str) -> Any:
     """What a receipt says, None when there is none. StateError or ProviderError kinds when it cannot be read."""
     if not place.startswith(S3):
         return files.read_json(_path(place), max_bytes=MAX_BYTES, default=None)
-    bucket, key = _s3_parts(place)
-    client, missing = _s3(place)
+    store, key = _object(place)
     try:
-        answer = client.get_object(Bucket=bucket, Key=key)
-        raw = answer["Body"].read(MAX_BYTES + 1)
-    except missing:
-        return None
-    except Exception as exc:
-        raise Unavailable(f"{place} cannot be read: {_said(exc)}", next_step=f"aws s3 cp {place} -") from exc
-    if len(raw) > MAX_BYTES:
-        raise StateError(file=place, at="", problem="found more than 4 MB, allowed is a receipt")
-    return files.parse(raw, Path(key))
+        found = store.get(key, max_bytes=MAX_BYTES)
+    except ArtifactChanged as exc:
+        raise StateError(file=place, at="", problem="found more than 4 MB, allowed is a receipt") from exc
+    return None if found is None else files.parse(found[0], Path(key))
 
 
 def write(place: str, receipt: Mapping[str, Any]) -> None:
@@ -118,12 +112,8 @@ def write(place: str, receipt: Mapping[str, Any]) -> None:
             raise NotWritable(path=place, reason="there is no such folder")
         files.commit(path, content)
         return
-    bucket, key = _s3_parts(place)
-    client, _ = _s3(place)
-    try:
-        client.put_object(Bucket=bucket, Key=key, Body=content, ContentType="application/json")
-    except Exception as exc:
-        raise Unavailable(f"{place} cannot be written: {_said(exc)}", next_step="gpu sentinel --help") from exc
+    store, key = _object(place)
+    store.put(key, content)
 
 
 def _path(place: str) -> Path:
@@ -133,30 +123,10 @@ def _path(place: str) -> Path:
         raise UsageError(f"{place[:200]!r} names no place here", next_step="gpu sentinel --help") from exc
 
 
-def _s3_parts(place: str) -> tuple[str, str]:
-    bucket, _, key = place.removeprefix(S3).partition("/")
-    if not bucket or not key:
+def _object(place: str) -> tuple[Store, str]:
+    from gpu_skills.artifacts.base import open_store
+
+    store, key = open_store(place)
+    if not key or place.endswith("/"):
         raise UsageError(f"{place[:200]!r} is no object; write s3://BUCKET/KEY", next_step="gpu sentinel --help")
-    return bucket, key
-
-
-def _s3(place: str) -> tuple[Any, type[Exception]]:
-    """A client with what the environment holds for it, and the error that says that there is no object."""
-    try:
-        import boto3
-        from boto3.session import Config  # botocore's, which boto3 brings along
-    except ImportError as exc:
-        raise MissingProgram(
-            f"{place} needs the Python package boto3, which is not installed here",
-            next_step="install boto3, or keep the receipt in a file",
-        ) from exc
-    settings = Config(connect_timeout=10, read_timeout=30, retries={"max_attempts": 3})
-    try:
-        client = boto3.client("s3", config=settings)
-    except Exception as exc:
-        raise Unavailable(f"{place} cannot be reached: {_said(exc)}", next_step="gpu sentinel --help") from exc
-    return client, client.exceptions.NoSuchKey
-
-
-def _said(exc: Exception) -> str:
-    return f"{type(exc).__name__}: {exc}"[:200]
+    return store, key
