@@ -26,10 +26,7 @@ job = LazyGroup(
         "logs": (_HERE + "logs", "The job's log; reads only."),
         "pull": (_HERE + "pull", "Download what changed into gpu-outputs/<job>, verified; also mid-run."),
         "cancel": (_HERE + "cancel", "End a running job and everything it started."),
-        "diagnose": (
-            "gpu_skills.cli.job_diagnose:diagnose",
-            "Why it failed, what helps, whether to try again; reads only.",
-        ),
+        "diagnose": ("gpu_skills.cli.job_diagnose:diagnose", "Why it failed, and whether to try again; reads only."),
         "finish": ("gpu_skills.cli.job_finish:finish", "Write down how a job ended that no machine reports."),
     },
 )

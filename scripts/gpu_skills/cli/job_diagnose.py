@@ -185,14 +185,12 @@ def _text(document: dict[str, Any]) -> str:
 def _machine_text(facts: dict[str, Any] | None) -> str | None:
     if facts is None:
         return None
-    torch = facts["torch"] and f"torch {facts['torch']}" + (
-        f" for CUDA {facts['torch_cuda']}" if facts["torch_cuda"] else ""
-    )
     parts = [
         ", ".join(gpu["name"] for gpu in facts["gpus"]) or "no GPU",
         facts["driver"] and f"driver {facts['driver']}",
         facts["cuda"] and f"CUDA {facts['cuda']:g} at most",
-        torch,
+        facts["torch"] and f"torch {facts['torch']}",
+        facts["torch_cuda"] and f"built for CUDA {facts['torch_cuda']}",
         facts["python"] and f"Python {facts['python']}",
         facts["disk_free_gb"] is not None and f"{facts['disk_free_gb']:g} GB free",
         facts["shm_mib"] is not None and f"/dev/shm {facts['shm_mib']:g} MiB",
