@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
 
 import pytest
 
 from gpu_skills.clock import timestamp
+from gpu_skills.errors import UnexpectedReply
 from gpu_skills.lifecycle import intents, machines, runs
 from gpu_skills.lifecycle.books import accounting, lives
 from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.recovery import reconcile
+from gpu_skills.providers.base import Charge
 from gpu_skills.state import budget, journal
 from run_by_hand import ByHand, changed, job
 
@@ -317,6 +321,103 @@ def test_a_hand_edit_in_the_charges_stops_no_booking(rig, vendor):
     r.clock.sleep(600)
     destroy(r, hand)
     assert [line["kind"] for line in accounting.close(r.op, hand.machine)] == ["idle"]
+
+
+def gone(r, lived_s: float = 1200) -> ByHand:
+    """A machine that is gone and booked, and whose charges are all written."""
+    hand = ByHand(r).upto("close")
+    hand.ready()
+    r.clock.sleep(lived_s)
+    destroy(r, hand)
+    accounting.settle_run(r.op, runs.load(r.op, hand.approval))
+    r.clock.sleep(1200)
+    return hand
+
+
+def charges_of(r, hand, change) -> list[Charge]:
+    begun = accounting.began(r.op, hand.machine)
+    return change(accounting.charges_between(r.op, r.vendor, begun, r.clock.now()))
+
+
+def times(factor: str):
+    return lambda charges: [replace(c, amount_usd=c.amount_usd * Decimal(factor)) for c in charges]
+
+
+def with_a_negative_line(charges: list[Charge]) -> list[Charge]:
+    return [*charges, replace(charges[0], amount_usd=Decimal("-0.05"))]
+
+
+def with_traffic(charges: list[Charge]) -> list[Charge]:
+    return [*charges, replace(charges[0], kind="upload", amount_usd=Decimal(4000))]
+
+
+@pytest.mark.parametrize(
+    ("lie", "what"),
+    [(times("40"), "more than it could have cost"), (times("1e12"), "more than it could have cost"),
+     (times("-1"), "less than nothing"), (with_a_negative_line, "less than nothing"),
+     (with_traffic, "more than it could have cost")],
+)  # fmt: skip
+def test_charges_that_cannot_be_true_are_not_booked_and_asked_for_again(rig, vendor, lie, what):
+    r = rig(vendor, containers=False)
+    hand = gone(r)
+    before = booked(r)
+    with pytest.raises(UnexpectedReply, match=what):
+        accounting.correct(r.op, hand.machine, charges_of(r, hand, lie))
+    assert booked(r) == before and accounting.is_due(r.op, hand.machine)
+    accounting.correct(r.op, hand.machine)
+    assert abs(booked(r) - r.billed_usd()) < Decimal("0.00001")
+    assert not accounting.is_due(r.op, hand.machine)
+
+
+def test_charges_that_cannot_be_true_are_a_finding_of_reconcile(rig, vendor, monkeypatch):
+    r = rig(vendor, containers=False)
+    gone(r)
+    before, honest = booked(r), r.reader.charges
+    monkeypatch.setattr(r.reader, "charges", lambda since, until: times("100")(honest(since, until)))
+    found = [one.what for one in reconcile.run(r.op, [vendor]).findings]
+    assert "charges_doubtful" in found and booked(r) == before
+    monkeypatch.undo()
+    reconcile.run(r.op, [vendor])
+    assert abs(booked(r) - r.billed_usd()) < Decimal("0.00001")
+
+
+def test_a_correction_whose_writer_died_before_the_run_was_settled_reaches_the_ceilings_of_others(
+    rig, vendor, tmp_path, monkeypatch
+):
+    r = rig(vendor, containers=False)
+    hand = gone(r)
+    dearer = charges_of(r, hand, times("3"))
+    with monkeypatch.context() as dying:
+        dying.setattr(accounting, "settle_anew", lambda op, machine: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            accounting.correct(r.op, hand.machine, dearer)
+    other = r.another(tmp_path / "other")
+
+    def seen_by_others() -> Decimal:
+        return budget.books(other.project, other.op.ledger, r.clock, r.op.environ).spent.day_usd
+
+    assert seen_by_others() < booked(r)
+    assert accounting.correct(r.op, hand.machine, dearer) == []
+    assert seen_by_others() == booked(r)
+
+
+def test_a_line_whose_writer_died_before_the_run_was_settled_is_settled_by_the_next_pass(rig, vendor, tmp_path):
+    r = rig(vendor, containers=False)
+    hand = gone(r)
+    line = {**lines(r)[0], "id": f"{hand.machine_id}/late", "cost_usd": 0.75}
+    journal.append(r.op.ledger.charges, [line])
+    r.fault("500", "charges", times=0)
+    reconcile.run(r.op, [vendor])
+    assert budget.settled_usd(r.project, hand.approval, r.op.environ) == booked(r)
+
+
+def test_what_is_settled_already_is_not_settled_again(rig, vendor):
+    r = rig(vendor, containers=False)
+    hand = gone(r)
+    (path,) = (r.op.user_state / "accounts").glob("*/journal.jsonl")
+    before = path.read_bytes()
+    accounting.settle_anew(r.op, hand.machine)
+    assert path.read_bytes() == before
 
 
 def test_the_words_for_what_was_seen_are_those_of_a_release(vendor):

@@ -299,6 +299,12 @@ def settle(
         journal.append(path, [event])
 
 
+def settled_usd(project: Project, intent: str, environ: Mapping[str, str] = os.environ) -> Decimal | None:
+    """What an intent was settled at last; None: it never was."""
+    found = _Accounts.read(project, environ).settlements.get(intent)
+    return None if found is None else found.usd
+
+
 def open_reservations(project: Project, environ: Mapping[str, str] = os.environ) -> dict[str, Open]:
     """The reservations of this project that are not settled, by intent."""
     accounts = _Accounts.read(project, environ)

@@ -18,6 +18,7 @@ from decimal import Decimal
 from typing import Any
 
 from gpu_skills.clock import parse_timestamp, time_of, timestamp
+from gpu_skills.errors import UnexpectedReply
 from gpu_skills.lifecycle import intents, machines, runs, states
 from gpu_skills.lifecycle.books import lives
 from gpu_skills.lifecycle.books.lives import Stretch
@@ -41,6 +42,9 @@ LONGEST_QUESTION = timedelta(days=30)  # charges are asked for a month at a time
 _ENDS_OF_JOBS = ("deadline_passed", "session_budget", "max_lifetime", "cancelled")
 _TRAFFIC = ("download", "upload")
 _EVEN = Decimal("0.00001")  # providers round each part they list
+# A provider is believed up to so many times what time and rate make, and a sum that any machine may cost.
+_MOST_TIMES = 10
+_ALWAYS_POSSIBLE = Decimal("0.10")
 
 
 # booking --------------------------------------------------------------------------------------------------------------
@@ -283,8 +287,8 @@ def _settle_what_came_later(op: Operator, run: Run, machine_ids: set[str]) -> No
 class Row:
     """One machine, one kind of money: `time` (GPU, CPU and disk by the second) or `traffic`.
 
-    ours, theirs: the parts by their own names. is_complete: the provider has written down all of it. machine_id None:
-    an instance that is not on record here.
+    ours, theirs: the parts by their own names. is_complete: the provider has written down all of it. doubt: why what it
+    charged cannot be true. machine_id None: an instance that is not on record here.
     """
 
     provider: str
@@ -296,6 +300,7 @@ class Row:
     ours: Mapping[str, Decimal] = field(default_factory=dict)
     theirs: Mapping[str, Decimal] = field(default_factory=dict)
     is_complete: bool = True
+    doubt: str | None = None
 
     @property
     def difference_usd(self) -> Decimal:
@@ -346,9 +351,12 @@ def charges_between(op: Operator, provider: str, since: datetime, until: datetim
 def rows_of(op: Operator, machine: Machine, charges: Iterable[Charge], *, is_complete: bool) -> list[Row]:
     """The rows of one machine, with all records of its instance; one for traffic only where there was some."""
     theirs: dict[str, Decimal] = defaultdict(Decimal)
+    least: dict[str, Decimal] = {}
     for charge in charges:
         if charge.instance_id == machine.instance_id:
             theirs[charge.kind] += charge.amount_usd
+            kind = "traffic" if charge.kind in _TRAFFIC else "time"
+            least[kind] = min(least.get(kind, Decimal(0)), charge.amount_usd)
     ours: dict[str, Decimal] = defaultdict(Decimal)
     for record in _of_instance(op, machine):
         for kind, amount in _booked(op, record.id).items():
@@ -360,15 +368,39 @@ def rows_of(op: Operator, machine: Machine, charges: Iterable[Charge], *, is_com
         if kind == "time" or mine or there:
             sums = usd(sum(mine.values(), Decimal(0))), usd(sum(there.values(), Decimal(0)))
             instance_id = str(machine.instance_id)
-            found.append(Row(machine.provider, machine.id, instance_id, kind, *sums, mine, there, is_complete))
+            doubt = _doubt(op, machine, kind, least.get(kind, Decimal(0)), sums[1])
+            found.append(Row(machine.provider, machine.id, instance_id, kind, *sums, mine, there, is_complete, doubt))
     return found
+
+
+def _doubt(op: Operator, machine: Machine, kind: str, least_usd: Decimal, sum_usd: Decimal) -> str | None:
+    """Why what a provider says it charged cannot be true: a slip, or a lie, that would bend the books and ceilings."""
+    if least_usd < 0:
+        return f"a charge of {json_number(least_usd)} USD for {kind} is less than nothing"
+    most = _MOST_TIMES * _possible_usd(op, machine, kind) + _ALWAYS_POSSIBLE
+    if sum_usd > most:
+        return f"{json_number(sum_usd)} USD for {kind} are more than it could have cost, even {json_number(most)} USD"
+    return None
+
+
+def _possible_usd(op: Operator, machine: Machine, kind: str) -> Decimal:
+    """What it could cost from its beginning to its end, at its rate; traffic, which has no rate: what was approved."""
+    life = life_of(op, machine)
+    # Nobody knows how long a lost one went on.
+    ended = life[-1].ended_at if life and machine.status != "lost" else None
+    hours = Decimal(str(lives.seconds(began(op, machine), ended or op.clock.now()))) / 3600
+    time_usd = machine.rate_usd_hr * hours
+    if kind == "time":
+        return time_usd
+    return max([time_usd, *(Decimal(str(run.reserved_usd)) for run in runs_of(op, machine))])
 
 
 def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = None) -> list[dict[str, Any]]:
     """Write what the provider charged and we have not booked, once it is complete; the lines that were written.
 
     charges: when the caller has asked already. A provider that shows nothing at all for a machine that lived proves
-    nothing, unless it shows what others cost later: until then its books stay as they are.
+    nothing, unless it shows what others cost later: until then its books stay as they are. UnexpectedReply for charges
+    that cannot be true: nothing is written, and it may be asked again.
     """
     machine = machines.find(op.project, machine.id) or machine
     if not is_due(op, machine):
@@ -378,6 +410,8 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
     life = life_of(op, machine)
     if not any(charge.instance_id == machine.instance_id for charge in given) and not _is_past(op, life, given):
         return []
+    if doubts := [row.doubt for row in rows_of(op, machine, given, is_complete=True) if row.doubt is not None]:
+        raise UnexpectedReply(provider=machine.provider, what="charges", reason=f"{machine.id}: {'; '.join(doubts)}")
     with files.lock(op.ledger.charges):
         number = sum(1 for line in _lines(op) if line.get("machine_id") == machine.id)
         fresh = []
@@ -385,8 +419,7 @@ def correct(op: Operator, machine: Machine, charges: Iterable[Charge] | None = N
             if not row.is_even:
                 fresh.append(_correction(machine, life, row, number + len(fresh)))
         _append(op, fresh)
-    if fresh:
-        settle_anew(op, machine)
+    settle_anew(op, machine)  # always: whoever wrote these lines may have died before this
     intents.observe(op.project, op.clock, CORRECTED, machine_id=machine.id)
     return fresh
 
@@ -415,9 +448,7 @@ def is_due(op: Operator, machine: Machine) -> bool:
     """Whether its books can be held against the provider's: it is gone long enough, and that was not done yet."""
     if machine.status not in states.FINAL or machine.instance_id is None or not books_here(op, machine):
         return False
-    if _of_instance(op, machine)[-1].id != machine.id or intents.observations(
-        op.project, CORRECTED, machine_id=machine.id
-    ):
+    if _of_instance(op, machine)[-1].id != machine.id or is_corrected(op, machine):
         return False
     life = life_of(op, machine)
     if not life or life[-1].ended_at is None:
@@ -425,6 +456,11 @@ def is_due(op: Operator, machine: Machine) -> bool:
     # A lost machine may have gone on after its last sight.
     over_at = max(life[-1].ended_at, time_of(machine.destroyed_at) or life[-1].ended_at)
     return CHARGES_LAG <= op.clock.now() - over_at <= CORRECTED_WITHIN
+
+
+def is_corrected(op: Operator, machine: Machine) -> bool:
+    """Whether its books were made the provider's own: nothing is booked after that."""
+    return bool(intents.observations(op.project, CORRECTED, machine_id=machine.id))
 
 
 def began(op: Operator, machine: Machine) -> datetime:
@@ -463,9 +499,11 @@ def _correction(machine: Machine, life: tuple[Stretch, ...], row: Row, number: i
 
 
 def settle_anew(op: Operator, machine: Machine) -> None:
-    """What the settled run of a machine came to has changed: other projects see its new sum."""
+    """What the settled run of a machine came to may have changed: other projects see its new sum."""
     for run in runs_of(op, machine):
-        if run.owner == runs.owner_of(op) and run.is_settled:
+        if run.owner != runs.owner_of(op) or not run.is_settled:
+            continue
+        if budget.settled_usd(op.project, run.approval_id, op.environ) != usd(cost_of(op, run)):
             settle_run(op, run)
 
 

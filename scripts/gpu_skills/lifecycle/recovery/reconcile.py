@@ -16,7 +16,16 @@ from decimal import Decimal
 from typing import Any
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import AuthRejected, GpuError, NotReady, Refused, RemoteError, StateBusy, UsageError
+from gpu_skills.errors import (
+    AuthRejected,
+    GpuError,
+    NotReady,
+    Refused,
+    RemoteError,
+    StateBusy,
+    UnexpectedReply,
+    UsageError,
+)
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.books import accounting
 from gpu_skills.lifecycle.ending import ownership, release
@@ -103,7 +112,14 @@ def run(op: Operator, providers: Sequence[str], *, adopt: bool = False, project_
         findings += here.findings
         booked += here.booked
         accounts.append(here.account())
+    findings += [_damaged(problem) for problem in runs.damaged(op)]
     return Report(tuple(accounts), tuple(findings), booked)
+
+
+def _damaged(problem: GpuError) -> Finding:
+    """A run whose file cannot be read: whose it is, and what it made, is not known."""
+    text = f"{problem.message}; what this run rented is not known, and nothing more is rented until it is mended"
+    return Finding("run_damaged", text, "any", next_step=problem.next_step, is_uncertain=True)
 
 
 def _unlisted(op: Operator, provider: str, problem: GpuError) -> Finding:
@@ -497,8 +513,8 @@ class _Pass:
             before = len(accounting.lines_of(self.op, machine.id))
             release.finish_books(self.op, machine)
             accounting.close(self.op, machine)
-            if fresh := len(accounting.lines_of(self.op, machine.id)) - before:
-                self.booked += fresh
+            self.booked += len(accounting.lines_of(self.op, machine.id)) - before
+            if not accounting.is_corrected(self.op, machine):  # also what a pass that died has booked
                 accounting.settle_anew(self.op, machine)
             if accounting.is_due(self.op, machine):
                 due.append(machine)
@@ -513,7 +529,12 @@ class _Pass:
             self._say("charges_unread", f"the charges of {self.provider} cannot be read: {exc.message}")
             return
         for machine in due:
-            for line in accounting.correct(self.op, machine, charges):
+            try:
+                written = accounting.correct(self.op, machine, charges)
+            except UnexpectedReply as exc:
+                self._say("charges_doubtful", f"{exc.message}; not booked, and asked again", machine=machine)
+                continue
+            for line in written:
                 self.booked += 1
                 self._say("corrected", f"{line['kind']} {line['cost_usd']:+.6f} USD: {line['note']}", machine=machine)
 
