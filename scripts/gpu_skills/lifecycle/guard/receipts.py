@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_skills.clock import parse_timestamp
-from gpu_skills.errors import GpuError, MissingProgram, NotWritable, StateError, Unavailable, Unguarded, UsageError
+from gpu_skills.errors import ArtifactChanged, GpuError, NotWritable, StateError, Unguarded, UsageError
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.state import files
 from gpu_skills.units import format_duration
