@@ -19,6 +19,7 @@ from gpu_skills.state import files
 from gpu_skills.units import format_duration
 
 if TYPE_CHECKING:
+    from gpu_skills.artifacts.base import Store
     from gpu_skills.lifecycle.guard.fuse import OnExpiry
 
 MAX_AGE = timedelta(hours=1)
