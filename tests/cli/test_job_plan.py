@@ -17,7 +17,7 @@ from dying import Died
 from gpu_skills.cli.context import Context
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import Unreachable
-from gpu_skills.jobs import launch
+from gpu_skills.jobs import disposable, launch
 from gpu_skills.lifecycle import runs
 from gpu_skills.lifecycle.guard import keyproof
 from gpu_skills.lifecycle.operator import Operator
@@ -238,6 +238,50 @@ def test_an_interrupted_hold_ends_the_machine(shop):
     assert result.exit_code == 0, result.stderr
     assert result.document["held"] == "interrupted" and s.burning() == []
     assert result.document["collected"]
+
+
+def holds(s: Shop, *words: str) -> None:
+    (machine,) = s.machines()
+    assert s.gpu("machine", "hold", machine["id"], *words).exit_code == 0
+
+
+def is_completed(s: Shop) -> bool:
+    return any(line["status"] == "completed" for line in s.ledger())
+
+
+@pytest.mark.parametrize(("review", "by_hand"), [("10m", "40m"), ("40m", "10m")])
+def test_of_the_review_and_a_hold_by_hand_the_longer_one_counts(shop, review, by_hand):
+    s = shop()
+    s.clock.meanwhile(lambda: is_completed(s), lambda: holds(s, "--for", by_hand))
+    result = s.run(s.plan("--hold-for", "40m"), "--yes", "--hold-for", review)
+    assert result.exit_code == 0, result.stderr
+    assert result.document["held"] == "over" and 2300 <= sum(s.clock.slept) < 2800 and s.burning() == []
+
+
+def test_a_machine_that_is_held_while_its_job_runs_outlives_the_job_by_the_hold(shop):
+    s = shop()
+    plan = s.plan(run="sleep 2")
+    assert s.run(plan, "--yes", "--detach").exit_code == 0
+    holds(s, "--for", "40m")
+    slept = len(s.clock.slept)
+    result = s.run(plan, "--hold-for", "0")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["held"] == "over" and sum(s.clock.slept[slept:]) >= 2200 and s.burning() == []
+
+
+def test_a_held_machine_goes_at_a_word_and_not_for_the_end_of_its_job(shop):
+    s = shop()
+    plan = s.plan(run="sleep 1")
+    assert s.run(plan, "--yes", "--detach").exit_code == 0
+    holds(s, "--for", "40m")
+    op = s.operator()
+    launched = launch.find(op.project, op.project.path("launches").glob("*.json").__next__().stem)
+    with pytest.raises(disposable.MachineHeld, match="is held until"):
+        disposable.let_go(op, launched)
+    assert len(s.burning()) == 1
+    holds(s, "--off")
+    result = s.run(plan, "--hold-for", "0")
+    assert result.exit_code == 0 and result.document["held"] is None and s.burning() == []
 
 
 def test_a_detached_run_is_followed_collected_and_let_go_by_the_same_call(shop):
@@ -487,6 +531,31 @@ def test_a_machine_that_comes_back_runs_its_job_once_more_and_rents_nothing(shop
     ends = {line["id"]: (line["status"], line.get("reason")) for line in s.ledger()}
     assert ends == {"J-000001": ("lost", "runner_vanished"), "J-000002": ("completed", None)}
     assert s.creates == 1 and s.burning() == []
+
+
+def test_a_policy_that_allows_no_retry_leaves_a_job_that_went_down_lost(shop):
+    s = shop()
+    policy = s.root / ".pi/gpu/policy.json"
+    policy.write_text(json.dumps({**json.loads(policy.read_text()), "retry_limit": 0}))
+    plan = s.plan("--interruptible", run="sleep 600")
+    assert s.run(plan, "--yes", "--detach").exit_code == 0
+    (machine,) = s.machines()
+    s.sandbox.world.apply_faults([_rule(s, "outbid", machine, resume=120)])
+    s.run(plan, "--hold-for", "0")
+    assert {line["id"]: line["status"] for line in s.ledger()} == {"J-000001": "lost"}
+    assert s.creates == 1 and s.burning() == []
+
+
+def test_without_a_guard_nothing_begins_and_the_approval_is_unused(shop):
+    s = shop("runpod", real=False)
+    op = s.operator()
+    keyproof.note(op, "runpod", op.account("runpod"), "denied", "destroy")
+    keyproof.note(op, "runpod", op.account("runpod"), "proven", "stop")
+    plan = s.plan()
+    result = s.run(plan, "--yes")
+    assert result.exit_code == 125 and result.error["code"] == "sentinel_missing"
+    assert not list((s.root / ".pi/gpu").glob("launches/*")) and s.creates == 0 and s.ledger() == []
+    assert not list((s.root / ".pi/gpu").glob("J-*")) and runs.all_runs(op) == []
 
 
 def test_a_job_goes_on_when_the_connection_breaks(shop):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpu_skills.clock import timestamp
@@ -119,3 +121,40 @@ def test_duty_and_long_idle_gaps_are_seen_before_anything_of_them_is_booked(worl
     assert row["idle_gaps"][0]["started_at"] == gap
     assert [g["duration_s"] for g in row["idle_gaps"]] == [pytest.approx(7200, abs=5), pytest.approx(3600, abs=5)]
     assert machines.find(r.project, machine.id).status == "ready"
+
+
+def test_traffic_that_is_not_booked_yet_is_said_until_it_is(world):
+    r, call = world("vast")
+    assert call("spend", "--json").document["traffic_not_booked_machines"] == 0
+    hand = a_life(r)
+    document = call("spend", "--json").document
+    assert document["traffic_not_booked"] == [hand.machine_id]
+    assert "traffic of 1 machine bills by the GB" in call("spend").stdout
+    assert call("spend", "--since", "2100-01-01", "--json").document["traffic_not_booked"] == []
+    r.clock.sleep(1200)
+    call("spend", "--reconcile", "--correct")
+    assert call("spend", "--json").document["traffic_not_booked"] == [] and "by the GB" not in call("spend").stdout
+
+
+def test_where_traffic_costs_nothing_nothing_is_said_of_it(world):
+    r, call = world("runpod")
+    a_life(r)
+    assert call("spend", "--json").document["traffic_not_booked_machines"] == 0
+
+
+@both
+def test_charges_that_cannot_be_true_are_shown_as_such_and_not_written(world, vendor, monkeypatch):
+    r, call = world(vendor)
+    a_life(r)
+    r.clock.sleep(1200)
+    before = r.op.ledger.charges.read_bytes()
+    of_reader = type(r.reader).charges
+    monkeypatch.setattr(
+        type(r.reader),
+        "charges",
+        lambda reader, *span: [replace(c, amount_usd=-c.amount_usd) for c in of_reader(reader, *span)],
+    )
+    result = call("spend", "--reconcile", "--correct", "--json")
+    assert result.exit_code == 0 and "less than nothing" in result.document["reconcile"]["rows"][0]["doubt"]
+    assert r.op.ledger.charges.read_bytes() == before
+    assert "not booked: a charge of" in call("spend", "--reconcile").stdout

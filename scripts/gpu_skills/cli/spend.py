@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from gpu_skills.cli.base import command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.output import Output, table
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import ModeForbids, UsageError
+from gpu_skills.errors import ModeForbids, UnexpectedReply, UsageError
 from gpu_skills.units import counted, format_duration, format_usd, json_number, usd
 
 if TYPE_CHECKING:
@@ -64,12 +65,20 @@ def spend(
     result = context.ledger.spend(by=by, status=status, since=since, include_charges=everything)
     document = result.to_dict()
     document |= {"attempts": [], "attempts_left_out": 0, "machines": [], "machines_left_out": 0, "reconcile": compared}
+    unbooked = _without_traffic(context, moment)
+    document |= {"traffic_not_booked": unbooked[:MAX_MACHINES], "traffic_not_booked_machines": len(unbooked)}
     if everything:
         _add_failed_creates(context, document, moment)
         machines = _duties(context, moment)
         document["machines"] = machines[:MAX_MACHINES]
         document["machines_left_out"] = max(0, len(machines) - MAX_MACHINES)
     return Output(document, _text(document, everything=everything))
+
+
+def _without_traffic(context: Context, since: datetime | None) -> list[str]:
+    from gpu_skills.lifecycle.books import accounting
+
+    return [machine.id for machine in accounting.without_traffic(context.project, since)]
 
 
 def _moment(since: str) -> datetime:
@@ -95,7 +104,8 @@ def _compared(context: Context, since: datetime | None, *, correct: bool) -> dic
         if correct:
             due = [machines.find(op.project, row.machine_id) for row in found if row.machine_id and not row.is_even]
             for machine in {m.id: m for m in due if m is not None}.values():
-                corrected += len(accounting.correct(op, machine))
+                with contextlib.suppress(UnexpectedReply):  # its row says what cannot be true
+                    corrected += len(accounting.correct(op, machine))
             found = accounting.compare(op, provider, since, now) if corrected else found
         rows += found
     own = [row for row in rows if row.machine_id is not None]
@@ -126,6 +136,7 @@ def _row(row: Row) -> dict[str, Any]:
         "difference_usd": json_number(row.difference_usd),
         "is_even": row.is_even,
         "is_complete": row.is_complete,
+        "doubt": row.doubt,
         "ours": {name: json_number(amount) for name, amount in sorted(row.ours.items())},
         "theirs": {name: json_number(amount) for name, amount in sorted(row.theirs.items())},
     }
@@ -237,6 +248,11 @@ def _text(document: dict[str, Any], *, everything: bool) -> str:
     lines += [_duty_text(machine) for machine in document["machines"][:10]]
     if document["reconcile"] is not None:
         lines += _compared_lines(document["reconcile"])
+    if count := document["traffic_not_booked_machines"]:
+        lines.append(
+            f"traffic of {counted(count, 'machine')} bills by the GB and is not in here yet; a quarter of an hour after "
+            "its end: gpu spend --reconcile --correct"
+        )
     if document["incomplete"]:
         where = "; ".join(f"{name} at byte {', '.join(map(str, at))}" for name, at in document["bad_offsets"].items())
         lines.append(f"incomplete: {document['bad_lines']} lines cannot be read ({where}): gpu ledger verify")
@@ -252,7 +268,7 @@ def _compared_lines(compared: dict[str, Any]) -> list[str]:
             format_usd(row["ours_usd"]),
             format_usd(row["theirs_usd"]),
             f"{row['difference_usd']:+.4f}",
-            "" if row["is_complete"] else "not complete yet",
+            f"not booked: {row['doubt']}" if row["doubt"] else "" if row["is_complete"] else "not complete yet",
         ]
         for row in compared["rows"]
     ]
@@ -265,6 +281,6 @@ def _compared_lines(compared: dict[str, Any]) -> list[str]:
         lines.append(f"{what} not on record here were charged {format_usd(others['theirs_usd'])}")
     if compared["corrected"]:
         lines.append(f"{counted(compared['corrected'], 'correction')} written to charges.jsonl")
-    elif any(row["is_complete"] and not row["is_even"] for row in compared["rows"]):
+    elif any(row["is_complete"] and not row["is_even"] and not row["doubt"] for row in compared["rows"]):
         lines.append("write the difference down: gpu spend --reconcile --correct")
     return lines

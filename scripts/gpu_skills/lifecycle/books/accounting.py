@@ -29,6 +29,7 @@ from gpu_skills.lifecycle.runs import Run
 from gpu_skills.providers.base import Charge
 from gpu_skills.state import budget, files, journal
 from gpu_skills.state.job_record import interval_s, is_terminal
+from gpu_skills.state.project import Project
 from gpu_skills.units import json_number, usd
 
 # RunPod writes charges every 5 minutes, Vast within seconds: what ended this long ago is complete.
@@ -41,6 +42,7 @@ CORRECTED = "charges_corrected"
 LONGEST_QUESTION = timedelta(days=30)  # charges are asked for a month at a time
 _ENDS_OF_JOBS = ("deadline_passed", "session_budget", "max_lifetime", "cancelled")
 _TRAFFIC = ("download", "upload")
+_BILLS_TRAFFIC = ("vast",)
 _EVEN = Decimal("0.00001")  # providers round each part they list
 # A provider is believed up to so many times what time and rate make, and a sum that any machine may cost.
 _MOST_TIMES = 10
@@ -456,6 +458,22 @@ def is_due(op: Operator, machine: Machine) -> bool:
     # A lost machine may have gone on after its last sight.
     over_at = max(life[-1].ended_at, time_of(machine.destroyed_at) or life[-1].ended_at)
     return CHARGES_LAG <= op.clock.now() - over_at <= CORRECTED_WITHIN
+
+
+def without_traffic(project: Project, since: datetime | None = None) -> list[Machine]:
+    """Machines whose traffic bills by the GB and is in no line yet: only the provider's own charges tell how much.
+
+    since: leave out what was gone by then.
+    """
+    corrected = {event.get("machine_id") for event in intents.observations(project, CORRECTED)}
+    return [
+        machine
+        for machine in machines.all_machines(project)
+        if machine.provider in _BILLS_TRAFFIC
+        and machine.instance_id is not None
+        and machine.id not in corrected
+        and (since is None or (time_of(machine.destroyed_at) or since) >= since)
+    ]
 
 
 def is_corrected(op: Operator, machine: Machine) -> bool:
