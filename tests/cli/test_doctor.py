@@ -5,8 +5,10 @@ import json
 import pytest
 
 from fake_clock import FakeClock
+from gpu_skills.lifecycle import labels
 from lifecycle.conftest import make_sandbox, rig
 from rented_cli import customer
+from renting import play_machines
 from run_by_hand import ByHand
 
 __all__ = ["make_sandbox", "rig"]
@@ -217,6 +219,39 @@ def test_what_reconcile_would_mend_is_a_problem_with_that_command(world, vendor)
     r.writer.stop(hand.machine.instance_id)
     r.clock.sleep(60)
     assert "on record as booting" in finding(call("doctor", vendor, "--json"), hand.machine_id)["text"]
+
+
+@both
+@pytest.mark.parametrize("lost", ["registry", "journal and registry"])
+def test_a_machine_of_this_project_that_is_on_no_record_is_a_problem_with_the_command_that_takes_it_back(
+    world, vendor, lost
+):
+    r, call = world(vendor)
+    hand = ByHand(r).upto("close")
+    hand.ready()
+    instance = hand.machine.instance_id
+    for name in ["machines.json", *(["journal.jsonl"] if "journal" in lost else [])]:
+        r.project.path(name).unlink()
+    result = call("doctor", vendor, "--json")
+    seen = finding(result, f"{vendor} {instance}")
+    assert result.exit_code == 1 and seen["verdict"] == "problem"
+    assert seen["next_step"] == f"gpu reconcile --provider {vendor} --adopt"
+    play_machines(r)
+    assert call("reconcile", "--provider", vendor, "--adopt", connect=r.op.connect).exit_code == 0
+    assert call("doctor", vendor, "--json").exit_code == 0
+
+
+@both
+def test_machines_of_others_on_the_account_are_told_as_theirs_and_left_alone(world, vendor):
+    r, call = world(vendor)
+    hand = ByHand(r)
+    hand.label = str(labels.Label("p-other", hand.intent, hand.deadline_at))
+    hand.make_unrecorded()
+    before = dict(r.sandbox.world.mutating_calls)
+    result = call("doctor", vendor, "--json")
+    assert result.exit_code == 0 and finding(result, f"{vendor} others")["verdict"] == "note"
+    assert "1 instance of project p-other" in finding(result, f"{vendor} others")["text"]
+    assert call("reconcile", "--adopt").exit_code == 0 and dict(r.sandbox.world.mutating_calls) == before
 
 
 @both

@@ -331,7 +331,7 @@ def _collected(context: Context, op: Operator, launched: Launch, link: Link) -> 
         say(advice)
     say(summary(job_document(context, job, None, line)))
     held = _held(context, op, launched, link)
-    state = _let_go(context, op, launched)
+    state = _let_go(context, op, launched, why="interrupted" if held == "interrupted" else "job_over")
     output = _output(context, op, launched, observe.exit_code_of(_as_answer(op, line)))
     output.document |= {"pulled": pulled.document, "held": held, "machine_state": state}
     if state != "destroyed":
@@ -343,17 +343,16 @@ def _held(context: Context, op: Operator, launched: Launch, link: Link) -> str |
     """Hold the machine for review; how that ended, None without a hold."""
     from gpu_skills.jobs import disposable, hold, launch
     from gpu_skills.lifecycle import machines, states
-    from gpu_skills.lifecycle.renting import keeping
+    from gpu_skills.lifecycle.connect import ssh_command
 
     until = disposable.keep(op, launched, link)
     if until is None:
         return None
     machine = link.machine
     rate = format_usd(machine.rate_usd_hr)
-    if machine.endpoint is not None:
-        where = machine.endpoint
-        port = f" -p {where.port}" if where.port else ""
-        say(f"to look at it: ssh{port} {where.user + '@' if where.user else ''}{where.host}")
+    way_in = ssh_command(machine, known_hosts=context.project.state / "known_hosts")
+    if way_in is not None:
+        say(f"to look at it: {way_in}")
 
     def tell(left_s: float) -> None:
         say(f"{machine.id} is held for review at {rate}/h, {format_duration(left_s)} left; Ctrl-C ends it now")
@@ -363,20 +362,20 @@ def _held(context: Context, op: Operator, launched: Launch, link: Link) -> str |
         return now is None or now.status in states.FINAL or launch.is_cancelled(op.project, launched.plan)
 
     def held_until() -> datetime:
-        """Or longer, when somebody has said so by `gpu machine hold`."""
-        return keeping.held_until(_machine_now(op, link), context.clock.now()) or until
+        """Longer, when somebody has said so by `gpu machine hold`."""
+        return max(until, disposable.held_by_hand(op, launched) or until)
 
     return hold.review(context.clock, held_until, tell=tell, is_ended=is_ended)
 
 
-def _let_go(context: Context, op: Operator, launched: Launch) -> str:
+def _let_go(context: Context, op: Operator, launched: Launch, *, why: str = "job_over") -> str:
     from gpu_skills.jobs import disposable
     from gpu_skills.jobs.hold import unhurried
 
     say("destroying the machine, and watching until it is proven gone")
     try:
         with unhurried():
-            return disposable.let_go(op, launched)
+            return disposable.let_go(op, launched, why=why)
     except GpuError as exc:
         exc.details["job"] = _document(context, op, launched)
         raise

@@ -72,6 +72,22 @@ def connect(machine: Machine, *, known_hosts: Path, environ: Mapping[str, str], 
     return Link(machine, Session.open(transport, root=root, may_install=may_write), Bulk(transport))
 
 
+def ssh_command(machine: Machine, *, known_hosts: Path) -> str | None:
+    """What a person types to get in, with the key and the pinned host key that `gpu` uses; None without an address."""
+    from gpu_skills.remote.bulk import config_value
+
+    where = machine.endpoint
+    if where is None:
+        return None
+    options = {"HostKeyAlias": machine.id, "UserKnownHostsFile": config_value(known_hosts)}
+    words = ["ssh", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
+    if where.identity_file:
+        words += ["-o", "IdentitiesOnly=yes", "-i", where.identity_file]
+    if where.port:
+        words += ["-p", str(where.port)]
+    return shlex.join([*words, f"{where.user}@{where.host}" if where.user else where.host])
+
+
 def _beside_its_fuse(transport: Transport, machine: Machine) -> str | None:
     """The runner's folder of a machine whose record does not say it; None: the usual one, in the home.
 

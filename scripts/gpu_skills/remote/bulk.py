@@ -107,7 +107,7 @@ class Bulk:
             raise Unreachable(host=self.host, reason="its key is not pinned yet: there is no control connection")
         options = {
             "HostKeyAlias": pin.machine_id,
-            "UserKnownHostsFile": _config_value(self.transport.pins.path),
+            "UserKnownHostsFile": config_value(self.transport.pins.path),
             "GlobalKnownHostsFile": "/dev/null",
             "KnownHostsCommand": "none",
             "StrictHostKeyChecking": "yes",
@@ -307,7 +307,7 @@ def _rsync_quoted(part: str) -> str:
     return "'" + part.replace("'", "''") + "'"
 
 
-def _config_value(path: Path) -> str:
+def config_value(path: Path) -> str:
     """A path as an option of `ssh`, which splits at spaces and expands `%`."""
     text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{text}"'

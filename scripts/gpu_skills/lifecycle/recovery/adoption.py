@@ -36,9 +36,15 @@ class Unrecorded:
     elsewhere: str | None
 
 
-def unrecorded(op: Operator, provider: str, shown: Iterable[Instance]) -> list[Unrecorded]:
-    """The instances with our label that no record names and no own run is looking for."""
-    on_record = {m.instance_id for m in machines.all_machines(op.project) if m.provider == provider and m.is_rented}
+def unrecorded(op: Operator, provider: str, shown: Iterable[Instance], *, has_own: bool = False) -> list[Unrecorded]:
+    """The instances with our label that no record names.
+
+    has_own: also those of own runs, whose record was lost; reconcile finds them by their run. Never one whose record
+    waits for its id.
+    """
+    ours = [m for m in machines.all_machines(op.project) if m.provider == provider and m.is_rented]
+    on_record = {m.instance_id for m in ours}
+    awaited = {m.intent for m in ours if m.instance_id is None}
     all_of_user = [run for run in runs.all_runs(op) if run.project_id == op.project.project_id]
     owner, found = runs.owner_of(op), []
     for seen in shown:
@@ -46,7 +52,7 @@ def unrecorded(op: Operator, provider: str, shown: Iterable[Instance]) -> list[U
         if label is None or seen.instance_id in on_record:
             continue
         run = next((r for r in all_of_user if any(a.intent == label.intent for a in r.attempts)), None)
-        if run is not None and run.owner == owner:
+        if run is not None and run.owner == owner and (not has_own or label.intent in awaited):
             continue
         found.append(Unrecorded(seen, label, run, run.owner if run is not None and runs.is_there(run) else None))
     return found

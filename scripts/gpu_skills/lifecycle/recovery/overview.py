@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from gpu_skills.errors import GpuError
-from gpu_skills.lifecycle import intents, labels, machines, states
+from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.guard import keyproof, receipts
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -139,9 +139,9 @@ def _differs(op: Operator, machine: Machine, seen: Instance) -> str | None:
 
 def _unrecorded(op: Operator, provider: str, shown: Sequence[Instance]) -> list[Seen]:
     found = []
-    for one in adoption.unrecorded(op, provider, shown):
+    for one in adoption.unrecorded(op, provider, shown, has_own=True):
         what = f"{provider} {one.seen.instance_id}"
-        if one.elsewhere is not None:
+        if one.elsewhere not in (None, runs.owner_of(op)):
             found.append(Seen(what, "note", f"ours, on record in {one.elsewhere.rpartition(':')[0]}"))
         else:
             step = f"gpu reconcile --provider {provider} --adopt"
