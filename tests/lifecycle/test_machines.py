@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
 
 import pytest
 
 from gpu_skills.config import load_gpu_yaml
-from gpu_skills.errors import CannotSatisfy, MachineLacks
+from gpu_skills.errors import CannotSatisfy, MachineLacks, StateError
+from gpu_skills.lifecycle import machines
 from gpu_skills.lifecycle.machines import Machine, machine_id, measured, session_deadline
+from gpu_skills.state import project as projects
 
 BOX = Machine(id="m_1", provider="ssh", host="box")
 
@@ -71,3 +74,16 @@ def test_the_earlier_of_lifetime_and_budget_is_the_deadline(tmp_path, text, rate
 def test_the_id_of_a_host_of_ones_own_is_the_same_every_time_and_in_every_process():
     assert machine_id("ssh", "box") == machine_id("ssh", "box") == "m_" + machine_id("ssh", "box")[2:]
     assert machine_id("ssh", "box") != machine_id("local", "box")
+
+
+@pytest.mark.parametrize(
+    "name", ["intent", "plan", "approval_id", "account", "offer_id", "host_key", "ready_at", "was", "fuse"]
+)
+def test_a_field_of_another_type_is_told_with_its_place_and_not_used(tmp_path, name):
+    project = projects.init(tmp_path)
+    machines.save(project, Machine("m_1", "vast", "77"))
+    path = project.path("machines.json")
+    (record,) = json.loads(path.read_text())
+    path.write_text(json.dumps([{**record, name: ["x"]}]))
+    with pytest.raises(StateError, match=f"/{name}"):
+        machines.all_machines(project)
