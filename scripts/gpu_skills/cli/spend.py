@@ -250,8 +250,8 @@ def _text(document: dict[str, Any], *, everything: bool) -> str:
         lines += _compared_lines(document["reconcile"])
     if count := document["traffic_not_booked_machines"]:
         lines.append(
-            f"traffic of {counted(count, 'machine')} bills by the GB and is not in here yet; a quarter of an hour after "
-            "its end: gpu spend --reconcile --correct"
+            f"traffic of {counted(count, 'machine')} bills by the GB and is not in here yet; a quarter of an hour "
+            "after its end: gpu spend --reconcile --correct"
         )
     if document["incomplete"]:
         where = "; ".join(f"{name} at byte {', '.join(map(str, at))}" for name, at in document["bad_offsets"].items())
