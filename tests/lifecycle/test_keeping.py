@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from approving import a_plan
 from gpu_skills.clock import SystemClock, parse_timestamp, timestamp
 from gpu_skills.errors import ApprovalNeeded, CommandFailed, FuseMissing, OverCeiling, Refused
 from gpu_skills.lifecycle import intents, labels, machines, notify
@@ -19,6 +20,7 @@ from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.approval.approvals import Approval
 from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.guard import fuse
+from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.renting import keeping
 from gpu_skills.state import budget
 from lifecycle import fused
@@ -128,11 +130,56 @@ def test_a_hold_lets_no_idleness_end_it_and_moves_no_deadline(real, vendor):
     r, one, machine = real(vendor)
     held = keeping.hold(r.op, machine, r.op.clock.now() + timedelta(minutes=40))
     assert keeping.held_until(held, r.op.clock.now()) is not None
-    with closing(one.link()) as link:
-        session = link.session.call("session", {"project": r.project.project_id})["session"]
-    assert 2300 < session["idle_timeout_s"] <= 2400
+    session = session_of(r, one)
+    left_s = (parse_timestamp(session["held_until"]) - r.op.clock.now()).total_seconds()
+    assert 2300 < left_s <= 2400 and session["idle_timeout_s"] == 900, "its own idleness is there again afterwards"
     assert abs(parse_timestamp(session["deadline_at"]) - fuse.session_deadline(one.deadline_at)) < timedelta(seconds=5)
     assert keeping.held_until(keeping.let_go(r.op, held), r.op.clock.now()) is None
+    session = session_of(r, one)
+    assert session["held_until"] is None and session["idle_timeout_s"] == 900
+
+
+def session_of(r: Any, one: Any) -> dict[str, Any]:
+    """As the machine tells it."""
+    with closing(one.link()) as link:
+        return link.session.call("session", {"project": r.project.project_id})["session"]
+
+
+def test_a_hold_that_is_shorter_than_the_review_of_a_job_ends_no_review(real):
+    r, one, machine = real("vast")
+    review = r.op.clock.now() + timedelta(minutes=30)
+    with closing(one.link()) as link:
+        link.machine = machine
+        machines.open_rented_session(
+            r.project, link, clock=r.op.clock, deadline_at=review, reason="hold_for", is_moved=True
+        )
+    keeping.hold(r.op, machine, r.op.clock.now() + timedelta(minutes=10))
+    assert abs(parse_timestamp(session_of(r, one)["deadline_at"]) - review) < timedelta(seconds=5)
+
+
+def test_an_extension_of_a_machine_whose_record_was_rebuilt_keeps_its_idle_stop(real):
+    r, one, machine = real("vast")
+    machine = machines.update(r.project, machine.id, lambda m: replace(m, session=None))
+    plan = keeping.extension_plan(r.op, machine, 3600)
+    keeping.extend(r.op, plan, say_yes(r, plan))
+    session = session_of(r, one)
+    assert session["idle_timeout_s"] == 900 == machines.find(r.project, machine.id).session["idle_timeout_s"]
+
+
+def test_an_extension_arms_the_idle_stop_that_the_plan_of_a_machine_asks_for(real):
+    r, one, machine = real("vast")
+    wanted = a_plan(r.project, r.op.clock.now(), machine_class="project", idle_timeout_s=600.0)
+    name = plans.freeze(r.project, wanted)
+    machine = machines.update(r.project, machine.id, lambda m: replace(m, session=None, plan=name))
+    with closing(one.link()) as link:
+        link.machine = machine
+        machines.open_rented_session(
+            r.project, link, clock=r.op.clock, deadline_at=one.deadline_at, reason="max_lifetime", is_moved=True
+        )
+    assert session_of(r, one)["idle_timeout_s"] is None
+    plan = keeping.extension_plan(r.op, machine, 3600)
+    keeping.extend(r.op, plan, say_yes(r, plan))
+    assert session_of(r, one)["idle_timeout_s"] == 600
 
 
 def test_where_the_fuse_destroys_no_idleness_ends_anything(real):

@@ -106,6 +106,28 @@ def test_an_idle_machine_expires_and_one_with_a_job_does_not(quiet: RunnerClient
 
 
 @starts_processes
+def test_a_held_machine_does_not_expire_for_idleness_before_the_hold_is_over_and_does_after(
+    quiet: RunnerClient,
+) -> None:
+    open_session(quiet, idle_timeout_s=1)
+    held = open_session(quiet, idle_timeout_s=1, held_s=4)["session"]
+    assert held["held_until"] and held["idle_timeout_s"] == 1
+    assert open_session(quiet, idle_timeout_s=1)["session"]["held_until"] == held["held_until"], "left out: as it is"
+    began = time.time()
+    assert eventually(expired(quiet))["session"]["expired_why"] == "idle"
+    assert time.time() - began >= 3
+
+
+@starts_processes
+def test_the_end_of_a_hold_and_another_session_know_no_hold(quiet: RunnerClient) -> None:
+    open_session(quiet, idle_timeout_s=1, held_s=600)
+    assert open_session(quiet, "s2", idle_timeout_s=600)["session"]["held_until"] is None
+    open_session(quiet, "s2", idle_timeout_s=1, held_s=600)
+    assert open_session(quiet, "s2", idle_timeout_s=1, held_s=0)["session"]["held_until"] is None
+    assert eventually(expired(quiet))["session"]["expired_why"] == "idle"
+
+
+@starts_processes
 def test_a_second_job_just_before_the_idle_end_keeps_the_machine(quiet: RunnerClient) -> None:
     tree = quiet.upload({})
     open_session(quiet, idle_timeout_s=3)

@@ -61,6 +61,12 @@ class MachineUnconfirmed(Uncertain):
     next_step = "gpu reconcile"
 
 
+class MachineHeld(Refused):
+    code, may_be_billing = "machine_held", True
+    template = "{machine} is held until {until} and bills until then"
+    next_step = "gpu machine hold {machine} --off, then the same command again"
+
+
 class CancelRequested(KeyboardInterrupt):
     """Somebody asked for the end of this launch in another terminal. Like Ctrl-C, and for the same clean-ups."""
 
@@ -389,41 +395,60 @@ def try_again(op: Operator, launched: Launch) -> Launch:
 
 
 def keep(op: Operator, launched: Launch, link: Link | None) -> datetime | None:
-    """Until when the machine is held, counted from the first time somebody asks; None: not at all.
+    """Until when the machine is held: its review, counted from the first time somebody asks, or longer by
+    `gpu machine hold`; None: not at all.
 
     The machine is told as well, so that it goes when nobody here is left to end it.
     """
-    if launched.hold_for_s <= 0 or launched.cancelled_at is not None or launched.ended_at is not None:
+    if launched.cancelled_at is not None or launched.ended_at is not None:
         return None
     line = op.ledger.latest(launched.job) or {}
     if op.ledger.state_of(line) == "timeout" and line.get("reason") != "timeout":
         return None  # the machine's own end cut the job: there is nothing left to hold
-    until = launched.held_until
-    if until is None:
-        until = op.clock.now() + timedelta(seconds=launched.hold_for_s)
-        machine = won_machine(op, launched)
+    machine, now = won_machine(op, launched), op.clock.now()
+    review = launched.held_until if launched.hold_for_s > 0 else None
+    is_first = review is None and launched.hold_for_s > 0
+    if is_first:
+        review = now + timedelta(seconds=launched.hold_for_s)
         if machine is not None and machine.deadline_at is not None:
-            until = min(until, parse_timestamp(machine.deadline_at))
-        said = timestamp(until)
+            review = min(review, parse_timestamp(machine.deadline_at))
+        said = timestamp(review)
         launched = launch.update(op.project, launched.plan, lambda one: replace(one, hold_until=one.hold_until or said))
-        until = launched.held_until or until
-        if link is not None:
-            try:
-                machines.open_rented_session(
-                    op.project, link, clock=op.clock, deadline_at=until, reason="hold_for", is_moved=True
-                )
-            except GpuError as exc:  # its deadline still bounds it
-                op.say(f"the machine could not be told of the hold: {exc.message}")
-    return until if until > op.clock.now() else None
+        review = launched.held_until or review
+    by_hand = held_by_hand(op, launched)
+    until = max((one for one in (review, by_hand) if one is not None), default=now)
+    if link is not None and until > now and (is_first or by_hand is not None):
+        try:
+            machines.open_rented_session(
+                op.project, link, clock=op.clock, deadline_at=until, reason="hold_for", is_moved=True
+            )
+        except GpuError as exc:  # its deadline still bounds it
+            op.say(f"the machine could not be told of the hold: {exc.message}")
+    return until if until > now else None
+
+
+def held_by_hand(op: Operator, launched: Launch) -> datetime | None:
+    """Until when somebody holds the launch's machine by `gpu machine hold`; None: nobody does now."""
+    from gpu_skills.lifecycle.renting import keeping
+
+    machine = won_machine(op, launched)
+    until = None if machine is None else keeping.held_until(machine, op.clock.now())
+    if until is None or machine is None or machine.deadline_at is None:
+        return until
+    return min(until, parse_timestamp(machine.deadline_at))
 
 
 def let_go(op: Operator, launched: Launch, *, why: str = "job_over") -> str:
     """Destroy the launch's machine, unless something would be lost; the state it is in then.
 
-    Raises JobRunning, NotCollected or Protected, and MachineUnconfirmed when the provider gives no clear answer.
+    Raises MachineHeld for one that somebody holds when only its job is over, JobRunning, NotCollected or Protected,
+    and MachineUnconfirmed when the provider gives no clear answer.
     """
     machine = won_machine(op, launched)
     if machine is not None and machine.status not in ("terminating", *states.FINAL):
+        until = held_by_hand(op, launched) if why == "job_over" else None
+        if until is not None and op.clock.now() < until:
+            raise MachineHeld(machine=machine.id, until=timestamp(until))
         for obstacle in gate(op, machine):
             raise obstacle
     return end_machines(op, launched, why=why)

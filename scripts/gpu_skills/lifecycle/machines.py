@@ -298,12 +298,14 @@ def open_rented_session(
     deadline_at: datetime | None,
     reason: str,
     idle_timeout_s: float | None = None,
+    held_s: float | None = None,
     is_moved: bool = False,
 ) -> None:
     """Make sure a session is open on a rented machine. At its end the machine's own fuse ends the billing.
 
     is_moved: one that is open gets this deadline, and one that has ended stays so; otherwise an open one keeps its own,
-    so that two commands agree. No idle_timeout_s holds where the fuse would destroy: outputs would go with it.
+    so that two commands agree. held_s: so long idleness ends nothing, None: as it is. No idle_timeout_s holds where the
+    fuse would destroy: outputs would go with it.
     """
     current = link.session.call("session", {"project": project.project_id})["session"]
     is_open = current is not None and current.get("expired_at") is None
@@ -314,6 +316,7 @@ def open_rented_session(
             "deadline_in_s": left_s,
             "deadline_reason": reason,
             "idle_timeout_s": idle_timeout_s if idle_timeout_s is not None and _fuse_stops(link) else None,
+            "held_s": held_s,
             "on_expiry": "fuse",
             "fuse": link.machine.intent,
             "only_if_none": not is_moved,

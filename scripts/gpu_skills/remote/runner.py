@@ -1937,17 +1937,21 @@ def session(server: Server, args: dict[str, Any]) -> dict[str, Any]:
     ensure_watcher(project, wait_s=5.0 if wanted is not None else 0.0)
     shown = None
     if current is not None:
-        fields = "id started_at deadline_at deadline_reason idle_timeout_s expired_at expired_why"
+        fields = "id started_at deadline_at deadline_reason idle_timeout_s held_until expired_at expired_why"
         shown = {name: current.get(name) for name in fields.split()}
     return {"session": shown, "watcher": is_locked(project.file("watch.lock")), "events": last_events(project)}
 
 
 def open_session(project: Project, wanted: dict[str, Any]) -> None:
-    """The same id again moves deadline and idle timeout; an expired one stays expired; another id is a new session."""
+    """The same id again moves deadline and idle timeout; an expired one stays expired; another id is a new session.
+
+    held_s: so long from now idleness ends nothing, 0: a hold is over; without it a hold stays as it is.
+    """
     name = text(wanted.get("id"), NONCE, "session.id")
     limit_s, idle_s = wanted.get("deadline_in_s"), wanted.get("idle_timeout_s")
     limit_s = seconds(limit_s, "deadline_in_s") if limit_s is not None else None
     idle_s = seconds(idle_s, "idle_timeout_s") if idle_s is not None else None
+    held_s = seconds(wanted["held_s"], "held_s") if wanted.get("held_s") is not None else None
     if idle_s == 0:
         bad("idle_timeout_s is 0: for no idle stop it is null")
     reason = text(wanted.get("deadline_reason") or "max_lifetime", SLUG, "deadline_reason")
@@ -1969,6 +1973,9 @@ def open_session(project: Project, wanted: dict[str, Any]) -> None:
             return
         current.update(deadline_reason=reason, idle_timeout_s=idle_s, on_expiry=action, boot_id=boot_id())
         current.update(fuse=intent)
+        if held_s is not None:
+            is_held = held_s > 0
+            current.update(held_epoch_s=now + held_s, held_until=timestamp(now + held_s) if is_held else None)
         if limit_s is None:
             current.update(deadline_at=None, deadline_epoch_s=None, deadline_boot_s=None)
         else:
@@ -3253,7 +3260,9 @@ class Watcher:
 
     def idle_left_s(self, current: dict[str, Any]) -> float:
         limit_s = current.get("idle_timeout_s")
-        return float("inf") if limit_s is None else self.last_busy + limit_s - boot_clock()
+        if limit_s is None:
+            return float("inf")
+        return max(self.last_busy + limit_s - boot_clock(), (current.get("held_epoch_s") or 0) - time.time())
 
     def expire_idle(self) -> None:
         """Jobs start under the same lock: one that came a moment ago is seen here, one that comes later is refused."""

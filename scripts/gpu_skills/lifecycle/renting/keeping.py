@@ -15,15 +15,17 @@ from decimal import Decimal
 from typing import Literal
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import GpuError, Refused, UnexpectedReply
+from gpu_skills.errors import GpuError, Refused, RemoteError, UnexpectedReply
 from gpu_skills.lifecycle import intents, labels, machines, runs, states, unrecorded
 from gpu_skills.lifecycle.approval import actions, approval_record, approvals
 from gpu_skills.lifecycle.approval.actions import ActionPlan
 from gpu_skills.lifecycle.approval.approvals import Approval
+from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.ending import ownership, release
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
+from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import budget
 
@@ -190,19 +192,25 @@ def _relabel(op: Operator, machine: Machine, seen: Instance, label: Label) -> st
     return str(again.label)
 
 
-def _move_on_machine(op: Operator, machine: Machine, link: object, deadline_at: datetime) -> None:
+def _move_on_machine(op: Operator, machine: Machine, link: Link, deadline_at: datetime) -> None:
+    """The fuse first, then the session. What the session there says of idleness stays; a record that was rebuilt knows
+    none, and where the machine has no session either it gets one as its plan has it."""
     from gpu_skills.lifecycle.guard import fuse
 
     fuse.set_deadline(link, machine, deadline_at, clock=op.clock)
-    session = machine.session or {}
+    session = link.session.call("session", {"project": op.project.project_id})["session"]
+    idle_s, plan = (session or {}).get("idle_timeout_s"), plans.find(op.project, machine.plan)
+    if idle_s is None and plan is not None:
+        idle_s = plan.idle_timeout_s
+    reason = (session or {}).get("deadline_reason") or (None if plan is None else plan.deadline_reason)
     machines.open_rented_session(
         op.project,
         link,
         clock=op.clock,
         deadline_at=fuse.session_deadline(deadline_at),
-        reason=str(session.get("deadline_reason") or "max_lifetime"),
-        idle_timeout_s=session.get("idle_timeout_s"),
-        is_moved=True,
+        reason=str(reason or "max_lifetime"),
+        idle_timeout_s=idle_s,
+        is_moved=session is not None,
     )
 
 
@@ -239,30 +247,45 @@ def hold(op: Operator, machine: Machine, until: datetime) -> Machine:
     machine, _, _ = _running(op, machine, "held")
     deadline_at = parse_timestamp(machine.deadline_at) if machine.deadline_at else None
     until = until if deadline_at is None else min(until, deadline_at)
-    left_s = (until - op.clock.now()).total_seconds()
     with closing(op.connect(machine)) as link:
-        current = link.session.call("session", {"project": op.project.project_id})["session"] or {}
-        idle_s, reason = current.get("idle_timeout_s"), str(current.get("deadline_reason") or "max_lifetime")
-        is_review = reason == "hold_for"  # the machine counts the review of its job itself
-        if current.get("expired_at") is None and (idle_s is not None or is_review):
-            ends = timestamp(until) if is_review else current.get("deadline_at")
-            machines.open_rented_session(
-                op.project,
-                link,
-                clock=op.clock,
-                deadline_at=parse_timestamp(ends) if isinstance(ends, str) else None,
-                reason=reason,
-                idle_timeout_s=None if idle_s is None else max(float(idle_s), left_s),
-                is_moved=True,
-            )
+        _hold_there(op, link, until)
     intents.observe(op.project, op.clock, "held", machine_id=machine.id, details={"until": timestamp(until)})
     return _with_extra(op, machine, HELD_UNTIL, timestamp(until))
 
 
+def _hold_there(op: Operator, link: Link, until: datetime | None) -> None:
+    """Tell the machine: what ends it by itself waits so long. Its idle timeout stays what it is, for afterwards."""
+    current = link.session.call("session", {"project": op.project.project_id})["session"] or {}
+    idle_s, reason = current.get("idle_timeout_s"), str(current.get("deadline_reason") or "max_lifetime")
+    is_review = reason == "hold_for"  # the machine counts the review of its job itself
+    if current.get("expired_at") is not None or (idle_s is None and not is_review):
+        return
+    ends = parse_timestamp(current["deadline_at"]) if isinstance(current.get("deadline_at"), str) else None
+    if is_review and ends is not None and until is not None:
+        ends = max(ends, until)
+    machines.open_rented_session(
+        op.project,
+        link,
+        clock=op.clock,
+        deadline_at=ends,
+        reason=reason,
+        idle_timeout_s=idle_s,
+        held_s=0 if until is None else max(0.0, (until - op.clock.now()).total_seconds()),
+        is_moved=True,
+    )
+
+
 def let_go(op: Operator, machine: Machine) -> Machine:
-    """End a hold. What is due then happens when somebody looks next."""
+    """End a hold. What is due then happens when somebody looks next, and by the machine's own idleness."""
+    machine = release.current(op, machine)
+    if machine.status in ("ready", "busy"):
+        try:
+            with closing(op.connect(machine)) as link:
+                _hold_there(op, link, None)
+        except RemoteError as exc:
+            op.say(f"{machine.id} could not be told, its idleness ends it after the hold: {exc.message}")
     intents.observe(op.project, op.clock, "hold_ended", machine_id=machine.id)
-    return _with_extra(op, release.current(op, machine), HELD_UNTIL, None)
+    return _with_extra(op, machine, HELD_UNTIL, None)
 
 
 def held_until(machine: Machine, now: datetime) -> datetime | None:
