@@ -12,7 +12,7 @@ from gpu_skills.jobs.diagnose.failures import CHANGED, ELSEWHERE, SAME
 from gpu_skills.units import format_usd
 
 FAILED_STATES = ("failed", "lost")
-_WITHOUT_A_NAME = {"module": "it", "node": "the node", "wheel": "the torch that has code for this GPU"}
+_WITHOUT_A_NAME = {"module": "what is missing", "node": "the node", "wheel": "the torch that has code for this GPU"}
 
 
 @dataclass(frozen=True)
@@ -99,4 +99,4 @@ def _details(cause: Finding, facts: Mapping[str, Any]) -> dict[str, str]:
 def _filled(text: str, details: Mapping[str, str]) -> str:
     for name, without in _WITHOUT_A_NAME.items():
         text = text.replace("{" + name + "}", details.get(name) or without)
-    return text[:1].upper() + text[1:]
+    return text
