@@ -127,29 +127,29 @@ def test_a_receipt_in_a_bucket_counts_like_one_in_a_file(r, s3):
     place = f"{s3.uri}/fleet/receipt.json"
     named = with_receipts(r.op, place)
     with pytest.raises(Unguarded):
-        receipts.require_recent(named, "vast")
+        receipts.require_recent(named, "vast", "stop")
     leave_receipt(r, place)
     assert s3.keys() == ["fleet/receipt.json"]
-    receipts.require_recent(named, "vast")
+    receipts.require_recent(named, "vast", "stop")
 
 
 def test_a_bucket_that_refuses_is_no_receipt_and_says_why(r, s3):
     s3.application.fault = lambda request: 403
     with pytest.raises(Unguarded, match=s3.bucket):
-        receipts.require_recent(with_receipts(r.op, f"{s3.uri}/r.json"), "vast")
+        receipts.require_recent(with_receipts(r.op, f"{s3.uri}/r.json"), "vast", "stop")
     with pytest.raises(AuthRejected):
         receipts.write(f"{s3.uri}/r.json", {})
 
 
 def test_a_bucket_that_is_not_there_is_no_receipt(r, s3):
     with pytest.raises(Unguarded, match="no-such-bucket"):
-        receipts.require_recent(with_receipts(r.op, "s3://no-such-bucket/r.json"), "vast")
+        receipts.require_recent(with_receipts(r.op, "s3://no-such-bucket/r.json"), "vast", "stop")
 
 
 def test_an_object_too_large_to_be_a_receipt_is_not_read_whole(r, s3):
     s3.client.put_object(Bucket=s3.bucket, Key="r.json", Body=b" " * (receipts.MAX_BYTES + 2))
     with pytest.raises(Unguarded, match="4 MB"):
-        receipts.require_recent(with_receipts(r.op, f"{s3.uri}/r.json"), "vast")
+        receipts.require_recent(with_receipts(r.op, f"{s3.uri}/r.json"), "vast", "stop")
 
 
 def test_without_boto3_the_error_says_what_to_install(r, monkeypatch):
