@@ -209,6 +209,29 @@ def test_an_end_before_the_start_is_refused_whether_the_start_is_new_or_on_disk(
     assert book.path.exists() == is_on_disk
 
 
+def test_an_id_that_leaves_none_for_the_next_job_is_refused(book):
+    for status in ("running", "completed"):
+        with pytest.raises(UsageError, match="record 1: J-999999999999999999 would leave no id"):
+            book.append([{"id": "J-" + "9" * 18, "status": status}])
+    book.append([{"id": "J-999999999999999997", "status": "failed"}])
+    assert book.new_job_id() == "J-999999999999999998"
+    with pytest.raises(StateError, match="found J-999999999999999998, allowed are ids below it"):
+        book.new_job_id()
+
+
+@pytest.mark.parametrize("place", ["jobs.jsonl", "jobs", "gpu-outputs"])
+def test_a_job_after_the_last_id_is_refused_wherever_that_stands(book, project, place):
+    last = "J-" + "9" * 18
+    if place == "jobs.jsonl":
+        book.path.write_text(f'{{"id":"{last}","status":"failed"}}\n')
+    else:
+        folder = project.path("jobs") if place == "jobs" else project.root / place
+        (folder / last).mkdir(parents=True)
+    with pytest.raises(StateError, match=f"{place}.*found {last}"):
+        book.new_job_id()
+    assert not any(len(entry.name) > len(last) for entry in project.path("jobs").iterdir())
+
+
 def test_an_infinite_cost_or_a_lone_surrogate_is_refused_and_not_a_traceback(book):
     for record in ({"cost_usd": float("inf")}, {"cost_usd": float("nan")}, {"error": "\ud800"}, {"x": float("nan")}):
         with pytest.raises(GpuError):

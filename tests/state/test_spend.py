@@ -9,6 +9,7 @@ import jq
 import pytest
 
 from fake_clock import FakeClock
+from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import UsageError
 from gpu_skills.state import journal, prefix_cache, spend
 from gpu_skills.state.ledger import Ledger
@@ -197,6 +198,22 @@ def test_a_large_ledger_gives_the_same_as_a_small_one(book, monkeypatch, small_s
                 slow.setattr(spend, "_SMALL_BYTES", 1 << 30)
                 assert fast == book.spend(by=by, **options)
     assert fast.bad_lines == (3 if with_bad_lines else 0)
+
+
+@pytest.mark.subprocess
+def test_since_a_moment_reads_a_large_ledger_as_fast_as_since_a_day(book, monkeypatch, small_steps):
+    hours = [f"2026-05-0{day}T{hour:02d}:30:00Z" for day in (4, 5, 6) for hour in range(24)]
+    hours += ["2026-05-05T12:30:00+02:00", "2026-05-05T08:30:00-02:00", "2026-05-06T00:30:00+03:00"]
+    records = [line(n, "completed", 1) | {"completed_at": when} for n, when in enumerate(hours, 1)]
+    book.append(records)
+    expected = sum(parse_timestamp(when) >= parse_timestamp("2026-05-05T10:30:00Z") for when in hours)
+
+    def one_by_one(*_arguments):
+        raise AssertionError("a plain line was decoded on its own")
+
+    monkeypatch.setattr(spend, "_add_carefully", one_by_one)
+    for since in ("2026-05-05T10:30:00Z", "2026-05-05T12:30:00+02:00"):
+        assert book.spend(since=since).total_usd == expected == 24 + 14 + 3
 
 
 def written(middle: str) -> str:

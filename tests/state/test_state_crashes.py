@@ -156,5 +156,25 @@ def test_a_file_edited_between_a_crash_and_the_repetition_is_not_overwritten(tmp
     assert project.path("models.json").read_text() == '[{"name": "mine"}]'
 
 
+@pytest.mark.parametrize("opened", [projects.find, projects.init])
+def test_records_of_an_older_version_are_brought_up_wherever_a_project_is_opened(tmp_path, monkeypatch, opened):
+    older = old_project(tmp_path)
+    Ledger(older, FakeClock()).append([{"status": "failed"}])
+    lines = older.path("jobs.jsonl").read_bytes()
+    monkeypatch.setattr(projects, "SCHEMA_VERSION", 3)
+    monkeypatch.setattr(migrate, "STEPS", STEPS)
+    found = opened(older.root)
+    assert found.schema_version == 3 and found.project_id == "p-old" and not found.is_read_only
+    assert json.loads(found.path("machines.json").read_text()) == [{"id": "m_1", "rate_usd_hr": 1}]
+    assert json.loads((found.path("backups") / "v1" / "machines.json").read_text()) == [{"id": "m_1", "price": 1}]
+    assert found.path("jobs.jsonl").read_bytes() == lines
+    before = found.path("project.json").read_bytes()
+    assert opened(older.root) == found and found.path("project.json").read_bytes() == before
+
+
+def test_every_version_before_ours_has_its_migration():
+    assert set(migrate.STEPS) == set(range(1, projects.SCHEMA_VERSION))
+
+
 def test_the_ledger_is_never_migrated(tmp_path):
     assert not any(name.endswith(".jsonl") for step in migrate.STEPS.values() for name in step)

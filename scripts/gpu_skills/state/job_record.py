@@ -43,6 +43,7 @@ FIELDS = (
     "ts",
 )
 JOB_ID = re.compile(r"J-\d{6,18}")
+MAX_JOB_NUMBER = 10**18 - 2  # the one above it is an id too, and would be the last there can be
 MAX_INPUT_BYTES = 1024
 
 _TEXT_OR_NULL = ("deployment_id", "provider", "model", "workflow", "gpu", "error", "machine_id", "reason", "plan")

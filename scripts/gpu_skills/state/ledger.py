@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OUTPUTS_NAME = "gpu-outputs"  # in the project: one folder for each job whose outputs were pulled
 _MANY_IDS = 20
+_LAST_ID = f"J-{job_record.MAX_JOB_NUMBER + 1}"
 
 
 class Ledger:
@@ -62,6 +63,13 @@ class Ledger:
         number = max(above, self._index().max_number, _largest_number(folder), _largest_number(outputs))
         while True:
             number += 1
+            if number > job_record.MAX_JOB_NUMBER:
+                raise StateError(
+                    file=f"{self.path.name}, {folder.name}/ or {outputs.name}/",
+                    at="",
+                    problem=f"found J-{number - 1:06d}, allowed are ids below it: none is left for the next job",
+                    next_step="give that job a lower number there, then: gpu ledger reseal --reason TEXT",
+                )
             job = f"J-{number:06d}"
             try:
                 (folder / job).mkdir(mode=0o700)
@@ -326,11 +334,15 @@ class Ledger:
             elif isinstance(value, Decimal | float) and abs(value) < 1e15:
                 record[key] = json_number(Decimal(str(value)))
         line = job_record.ordered(record)
+        name = "record" if number is None else f"record {number}"
         if not job_record.is_plainly_valid(line):
             from gpu_skills import schemas
 
-            name = "record" if number is None else f"record {number}"
             schemas.check(line, "jobs", file=name, next_step=f"correct {name} and give it again")
+        if line["id"] == _LAST_ID:
+            raise UsageError(
+                f"{name}: {_LAST_ID} would leave no id for the next job", next_step="gpu ledger append without an id"
+            )
         return line
 
     def _append_locked(self, lines: list[dict[str, Any]], encoded: list[bytes], stamp: chain.Stamp | None) -> None:

@@ -19,15 +19,14 @@ Step = Mapping[str, Callable[[Any], Any]]
 STEPS: dict[int, Step] = {}
 
 
-def migrate(
-    project: projects.Project, *, steps: Mapping[int, Step] = STEPS, target: int = projects.SCHEMA_VERSION
-) -> projects.Project:
+def migrate(project: projects.Project, *, steps: Mapping[int, Step] | None = None, target: int) -> projects.Project:
     """Bring a state directory to `target`; one that is there already is returned as it is.
 
     Each step is safe to repeat: it starts from the backup it made, and the version goes up only when all its files
     are written. A file that someone edited between a crash and the repetition is ChangedMeanwhile and stays.
     StateNewer for a directory from the future.
     """
+    steps = STEPS if steps is None else steps
     if project.schema_version > target:
         raise StateNewer(file="project.json", found=project.schema_version, known=target)
     name = project.state.name

@@ -48,13 +48,15 @@ class Project:
 def find(start: Path, *, name: str = STATE_NAME) -> Project:
     """The project of a directory: `.pi/<name>` there or above; a linked git worktree uses the main worktree's.
 
+    Records of an older version are brought up to ours first, with a backup.
+
     A state directory that belongs to another user is passed over, so that nobody can plant one in /tmp.
     """
     begin = in_main_worktree(start.absolute())
     for directory in (begin, *begin.parents):
         state = directory / ".pi" / name
         if (state / "project.json").exists() and _is_ours(state):
-            return load(directory, name=name)
+            return _migrated(load(directory, name=name))
     raise NoProject(directory=str(start))
 
 
@@ -97,7 +99,7 @@ def init(root: Path, *, project_id: str | None = None, name: str = STATE_NAME) -
         if not (state / "project.json").exists():
             content = {"project_id": project_id or new_project_id(), "schema_version": SCHEMA_VERSION}
             files.commit(state / "project.json", files.dumps_pretty(content), expected=None)
-    project = load(root, name=name)
+    project = _migrated(load(root, name=name))
     if project_id is not None and project.project_id != project_id:
         raise UsageError(
             message=f"this project already has the id {project.project_id}; its machines carry it in their labels",
@@ -109,6 +111,14 @@ def init(root: Path, *, project_id: str | None = None, name: str = STATE_NAME) -
     _create(state / "policy.json", _default_policy())
     ignore(root)
     return project
+
+
+def _migrated(project: Project) -> Project:
+    if project.schema_version >= SCHEMA_VERSION:
+        return project
+    from gpu_skills.state import migrate
+
+    return migrate.migrate(project, target=SCHEMA_VERSION)
 
 
 def new_project_id() -> str:

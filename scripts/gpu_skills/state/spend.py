@@ -304,6 +304,7 @@ def _sum_range(
     sums = Sums(end=start)
     groups = sums.groups
     crc, position, rest = 0, start, b""
+    first_day = "" if moment is None else moment.strftime("%Y-%m-%d")
     gc_was_on = gc.isenabled()
     gc.disable()  # nothing here is cyclic, and there are millions of it
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -326,9 +327,11 @@ def _sum_range(
                 _add_one_by_one(sums, kind, sums.end - len(whole), whole, moment)
                 continue
             is_plain = _is_strict(whole) if strict else _money_stands_once(whole, len(rows))
-            if moment is not None or kind != JOB or not is_plain:
+            if kind != JOB or not is_plain:
                 _add_one_by_one(sums, kind, sums.end - len(whole), whole, moment)
                 continue
+            if moment is not None:
+                rows = [row for row in rows if not _is_before(row.completed_at or row.ts, moment, first_day)]
             for row in rows:
                 when = row.completed_at or row.ts
                 key = (kind, row.status, row.provider, row.model, when[:10] if when[-1:] == "Z" else _utc_day(when))
@@ -399,12 +402,8 @@ def _add_carefully(sums: Sums, kind: str | None, offset: int, line: bytes, momen
             sums.bad_offsets.append(offset)
         return
     key, cost, when = added
-    if moment is not None:
-        try:
-            if parse_timestamp(when) < moment:
-                return
-        except (ValueError, OverflowError):
-            pass  # counted: better shown twice than lost
+    if moment is not None and _is_before(when, moment, moment.strftime("%Y-%m-%d")):
+        return
     group = sums.groups.setdefault(key, [0.0, 0])
     group[0] += cost
     group[1] += 1
@@ -426,6 +425,19 @@ def _key_and_cost(record: dict[str, Any], kind: str | None) -> tuple[Key, float,
     if not isinstance(when, str) or not isinstance(provider, str | None) or not isinstance(model, str | None):
         return None
     return (found_kind, word, provider, model, _utc_day(when)), float(cost), when
+
+
+def _is_before(when: str, moment: datetime, first_day: str) -> bool:
+    """Whether a time is before `moment` on its day, `first_day`; the days before it are left out by `total`.
+
+    What is no time is not before: better shown twice than lost.
+    """
+    if (when[:10] if when[-1:] == "Z" else _utc_day(when)) != first_day:
+        return False
+    try:
+        return parse_timestamp(when) < moment
+    except (ValueError, OverflowError):
+        return False
 
 
 def _is_money(value: Any) -> bool:
