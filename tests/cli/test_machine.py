@@ -14,6 +14,7 @@ import pytest
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle import intents, labels, machines
+from gpu_skills.lifecycle.guard import fuse
 from lifecycle.conftest import make_sandbox, rig
 from rented import rent
 from rented_cli import customer
@@ -77,6 +78,33 @@ def test_show_puts_the_record_beside_what_the_provider_says(world, vendor):
     call("machine", "destroy", machine.id, "--wait", "0s")
     document = call("machine", "show", machine.id, "--json").document
     assert document["leaving"]["taken_at"] and [i["action"] for i in document["open_intents"]] == ["destroy"]
+
+
+def test_show_has_the_receipt_of_the_fuse(world):
+    r, call = world()
+    machine = rent(r)
+    assert call("machine", "show", machine.id, "--json").document["fuse"] is None
+    assert "fuse: no receipt on record" in call("machine", "show", machine.id).stdout
+    ends, armed = parse_timestamp(machine.deadline_at), parse_timestamp(machine.ready_at)
+    receipt = fuse.Receipt(machine.intent, ends, armed, "proven", True, "stop", "boot").to_record()
+    machines.update(r.project, machine.id, lambda m: replace(m, extra={**m.extra, "fuse": receipt}))
+    assert call("machine", "show", machine.id, "--json").document["fuse"] == receipt
+    text = call("machine", "show", machine.id).stdout
+    assert f"fuse of {machine.intent}: armed {machine.ready_at}, stops it {machine.deadline_at}" in text
+    assert "its key to do so is proven" in text
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [{"intent": "p" + "9" * 16}, {"key": "\x1b[31m"}, {"armed_at": 5}, {"deadline_at": "soon"}, {"on_expiry": []}],
+)
+def test_what_is_no_receipt_of_this_machine_is_shown_as_none(world, edit):
+    r, call = world()
+    machine = rent(r)
+    now = r.clock.now()
+    receipt = fuse.Receipt(machine.intent, now, now, "proven", True, "stop", "boot").to_record() | edit
+    machines.update(r.project, machine.id, lambda m: replace(m, extra={"fuse": receipt}))
+    assert call("machine", "show", machine.id, "--json").document["fuse"] is None
 
 
 def test_show_works_while_the_provider_does_not(world):
@@ -240,6 +268,23 @@ def test_outputs_are_given_up_by_naming_their_job_and_that_is_recorded(world):
     result = call("machine", "destroy", machine.id, "--abandon-outputs", one, "--abandon-outputs", two)
     assert result.exit_code == 0 and not r.burning()
     assert JobFolder(r.project, one).read("abandoned")["machine_id"] == machine.id
+
+
+@pytest.mark.parametrize("command", ["gpu machine destroy {}", "gpu destroy"])
+def test_a_machines_id_gives_up_what_no_record_names_and_no_job_that_one_does(world, command):
+    r, call = world()
+    machine, other = rent(r), rent(r, number=2, machine_class="job")
+    machines.update(r.project, machine.id, lambda m: replace(m, extra={**m.extra, "adopted_at": m.created_at}))
+    refused = typed(call, command.format(machine.id), "--json")
+    assert refused.exit_code == 3 and refused.error["code"] == "not_collected"
+    assert typed(call, command.format(machine.id), "--json", "--abandon-outputs", "m_nothere").exit_code == 1
+    job = a_job(r, machine, files=[{"path": "a", "bytes": 1, "sha256": "0" * 64}])
+    still = typed(call, command.format(machine.id), "--json", "--abandon-outputs", machine.id)
+    assert still.exit_code == 3 and job in still.error["message"], "a job on record is named itself"
+    both = ("--abandon-outputs", machine.id, "--abandon-outputs", job)
+    assert typed(call, command.format(machine.id), "--json", *both).exit_code == 0
+    assert machines.find(r.project, machine.id).status == "destroyed"
+    assert machines.find(r.project, other.id).status == "ready"
 
 
 def test_a_job_nobody_knows_cannot_be_given_up(world):

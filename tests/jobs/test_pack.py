@@ -138,6 +138,14 @@ def test_what_is_never_uploaded_stays_at_any_depth_even_when_a_pattern_wants_it(
     assert left_out(packed)["venv/"] == "virtual environment"
 
 
+def test_what_was_signed_for_one_plan_is_no_input_of_another(tmp_path: Path) -> None:
+    signed = "approval-3f2a9c81d004.txt"
+    write(tmp_path, signed, f"{signed}.sig", f"sub/{signed}", "approval-notes.txt", f"{signed}.bak", "approval.txt")
+    packed = pack.pack(tmp_path, exclude=["!approval-*"])
+    assert paths(packed) == {"sub", "approval-notes.txt", f"{signed}.bak", "approval.txt"}
+    assert left_out(packed)[signed] == left_out(packed)[f"{signed}.sig"] == "never uploaded"
+
+
 @pytest.mark.parametrize("mark", ["pyvenv.cfg", "conda-meta/history"])
 def test_a_virtual_environment_is_known_by_what_is_in_it(tmp_path: Path, mark: str) -> None:
     write(tmp_path, f"tools/py311/{mark}", "tools/py311/lib/big.so", "tools/a.py", content=b"12345")

@@ -258,6 +258,16 @@ def test_a_message_made_for_the_future_or_for_a_year_is_refused_although_it_was_
         refused(ApprovalInvalid, because)
 
 
+def test_what_was_signed_for_an_older_plan_is_named_by_that_plan_and_allows_no_other(op, owner, ask):
+    older = an_ask(op)
+    files = [approvals.commands(op, one)[-1].split()[-1] for one in (older, ask)]
+    assert files == [f"approval-{one.sha256[:12]}.txt.sig" for one in (older, ask)]
+    message = approvals.message(op, older)
+    with pytest.raises(ApprovalInvalid, match="given for another plan"):
+        approvals.give_signed(op, ask, message, sign(owner.key, message))
+    assert lines(op) == []
+
+
 def test_a_message_that_allows_less_than_the_worst_case_is_refused(op, owner, ask, refused):
     less = replace(approvals._draft(op, ask, "signature"), max_cost_usd=Decimal("3.49"))
     write_lines(op, as_line(op, less, signature=sign(owner.key, less.content()).decode()))

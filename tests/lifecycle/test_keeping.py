@@ -89,6 +89,8 @@ def test_an_extension_is_read_back_from_label_fuse_and_session(real, vendor):
     assert session["idle_timeout_s"] == 900
     record = machines.find(r.project, machine.id)
     assert record.deadline_at == timestamp(later) and record == extended.machine
+    receipt = fuse.receipt_on_record(record.extra["fuse"])
+    assert (receipt.intent, receipt.deadline_at, receipt.is_alive) == (machine.intent, later, True)
     (intent,) = [i for i in intents.read(r.project).values() if i.action == "extend"]
     assert intent.result == "done" and intent.details["deadline_at"] == timestamp(later)
     reserved = budget.open_reservations(r.project, r.op.environ)[intent.id].reservation.reserved_usd

@@ -70,6 +70,7 @@ def show(context: Context, machine_id: str) -> Output:
 
     one = _on_record(context, machine_id)
     document: dict[str, Any] = {"machine": document_of(one), "seen": None, "not_seen_because": None, "leaving": None}
+    document["fuse"] = _fuse(one)
     if one.is_rented:
         document["seen"], document["not_seen_because"] = _as_shown(context, one)
         document["leaving"] = _leaving(context, one)
@@ -103,6 +104,16 @@ def _as_shown(context: Context, one: Machine) -> tuple[dict[str, Any] | None, st
         "conditions": list(seen.conditions),
         "dead_end": seen.dead_end,
     }, None
+
+
+def _fuse(one: Machine) -> dict[str, Any] | None:
+    """The receipt of the machine's fuse, as it was taken when work on it began or its deadline moved; None: there is
+    none on record. That is a file for hands: what is no receipt of this machine is none."""
+    from gpu_skills.lifecycle.guard import fuse
+
+    found = one.extra.get(fuse.ON_RECORD)
+    receipt = fuse.receipt_on_record(found) if isinstance(found, dict) else None
+    return receipt.to_record() if receipt is not None and receipt.intent == one.intent else None
 
 
 def _leaving(context: Context, one: Machine) -> dict[str, Any] | None:
@@ -386,6 +397,14 @@ def _shown_text(document: dict[str, Any]) -> str:
             lines.append(f"it does not carry our label but {seen['label']}: nothing here touches it")
     elif document["not_seen_because"]:
         lines.append(f"not seen now: {document['not_seen_because']}")
+    if (fuse := document["fuse"]) is not None:
+        ends = fuse["deadline_at"] or "never"
+        lines.append(
+            f"fuse of {fuse['intent']}: armed {fuse['armed_at']}, {fuse['on_expiry']}s it {ends}, "
+            f"its key to do so is {fuse['key']}"
+        )
+    elif one["instance_id"] is not None:
+        lines.append("fuse: no receipt on record")
     if one["held_until"]:
         lines.append(f"held until {one['held_until']}")
     if leaving is not None:

@@ -11,6 +11,8 @@ NEVER_UPLOADED = frozenset(
     {".git", "__pycache__", "node_modules", ".gpu", ".pi", ".env", "gpu-outputs", ".venv", "venv"}
 )
 _VIRTUAL_ENVIRONMENTS = frozenset({".venv", "venv"})
+# What a person signs and hands in for a plan (`gpu approve`): it is about that plan, and part of no other one's inputs.
+_SIGNING_FILE = re.compile(r"approval-[0-9a-f]{12}\.txt(\.sig)?")
 # A folder that holds one of these is a virtual environment, whatever its name.
 VIRTUAL_ENVIRONMENT_MARKS = frozenset({"pyvenv.cfg", "conda-meta"})
 
@@ -21,7 +23,9 @@ def never_uploaded(name: str, *, is_dir: bool) -> str | None:
         if name in _VIRTUAL_ENVIRONMENTS:
             return "virtual environment" if is_dir else None
         return "never uploaded"
-    return "never uploaded" if name.startswith(".env.") else None
+    if name.startswith(".env.") or (not is_dir and _SIGNING_FILE.fullmatch(name)):
+        return "never uploaded"
+    return None
 
 
 class Patterns:

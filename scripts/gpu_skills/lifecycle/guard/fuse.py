@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from gpu_skills import resources
-from gpu_skills.clock import Clock, SystemClock, timestamp
+from gpu_skills.clock import Clock, SystemClock, time_of, timestamp
 from gpu_skills.errors import FuseMissing, FuseSilent, UsageError
 from gpu_skills.providers.base import MAX_BOOTSTRAP_CHARS
 
@@ -34,6 +34,9 @@ DRAIN = timedelta(seconds=150)
 # How long a machine that was stopped waits for a new deadline after its start, whatever the old one says.
 START_GRACE = timedelta(minutes=10)
 ACKNOWLEDGE_S = 30.0
+# Where a machine's record keeps the receipt that was relied on last.
+ON_RECORD = "fuse"
+_VERDICTS = ("proven", "denied", "unknown")
 _INTENT = re.compile(r"[a-z][0-9a-f]{16}")
 _FOLDER = re.compile(r"~|/[A-Za-z0-9._/-]{1,200}")
 _MAX_EPOCH_S = 9_999_999_999
@@ -64,6 +67,17 @@ class Receipt:
             "on_expiry": self.on_expiry,
             "is_alive": self.is_alive,
         }
+
+
+def receipt_on_record(record: dict[str, Any]) -> Receipt | None:
+    """The receipt that `to_record` wrote; None for what is none."""
+    armed_at, deadline = time_of(record.get("armed_at")), record.get("deadline_at")
+    deadline_at, intent = time_of(deadline), record.get("intent")
+    key, on_expiry = record.get("key"), record.get("on_expiry")
+    is_whole = isinstance(intent, str) and key in _VERDICTS and on_expiry in ("stop", "destroy")
+    if not is_whole or armed_at is None or (deadline_at is None and deadline is not None):
+        return None
+    return Receipt(intent, deadline_at, armed_at, key, record.get("is_alive") is True, on_expiry, "")
 
 
 def session_deadline(fuse_deadline: datetime) -> datetime:
@@ -231,7 +245,7 @@ def _receipt(answer: dict[str, Any], machine: Machine) -> Receipt | None:
     key, on_expiry, boot = found.get("key"), found.get("on_expiry"), found.get("boot")
     armed_at, deadline = _moment(found.get("armed_at")), found.get("deadline")
     deadline_at = None if deadline == "never" else _moment(deadline)
-    is_whole = key in ("proven", "denied", "unknown") and on_expiry in ("stop", "destroy") and isinstance(boot, str)
+    is_whole = key in _VERDICTS and on_expiry in ("stop", "destroy") and isinstance(boot, str)
     if not is_whole or armed_at is None or (deadline_at is None and deadline != "never"):
         return None
     return Receipt(machine.intent, deadline_at, armed_at, key, answer.get("alive") is True, on_expiry, boot[:64])

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
-from typing import Literal
+from typing import Any, Literal
 
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import GpuError, Refused, RemoteError, UnexpectedReply
@@ -130,10 +130,10 @@ def extend(op: Operator, plan: ActionPlan, approval: Approval) -> Extended:
                     details={"deadline_at": plan.deadline_at},
                 )
                 shown = _relabel(op, machine, seen, label.with_deadline(deadline_at))
-                _move_on_machine(op, machine, link, deadline_at)
+                told = _move_on_machine(op, machine, link, deadline_at)
 
                 def moved(found: Machine) -> Machine:
-                    return replace(found, deadline_at=plan.deadline_at, label=shown)
+                    return replace(found, deadline_at=plan.deadline_at, label=shown, extra={**found.extra, **told})
 
                 machine = machines.update(op.project, machine.id, moved, clock=op.clock)
                 intents.close(op.project, op.clock, intent, "done")
@@ -192,12 +192,16 @@ def _relabel(op: Operator, machine: Machine, seen: Instance, label: Label) -> st
     return str(again.label)
 
 
-def _move_on_machine(op: Operator, machine: Machine, link: Link, deadline_at: datetime) -> None:
-    """The fuse first, then the session. What the session there says of idleness stays; a record that was rebuilt knows
-    none, and where the machine has no session either it gets one as its plan has it."""
+def _move_on_machine(op: Operator, machine: Machine, link: Link, deadline_at: datetime) -> dict[str, Any]:
+    """The fuse first, then the session; what goes on record of the receipt.
+
+    What the session there says of idleness stays: a record that was rebuilt knows none. Where it says nothing, the
+    machine's plan does.
+    """
     from gpu_skills.lifecycle.guard import fuse
 
     fuse.set_deadline(link, machine, deadline_at, clock=op.clock)
+    receipt = fuse.read_receipt(link, machine)
     session = link.session.call("session", {"project": op.project.project_id})["session"]
     idle_s, plan = (session or {}).get("idle_timeout_s"), plans.find(op.project, machine.plan)
     if idle_s is None and plan is not None:
@@ -212,6 +216,7 @@ def _move_on_machine(op: Operator, machine: Machine, link: Link, deadline_at: da
         idle_timeout_s=idle_s,
         is_moved=session is not None,
     )
+    return {} if receipt is None else {fuse.ON_RECORD: receipt.to_record()}
 
 
 def allowed(
