@@ -38,7 +38,8 @@ class Socket:
 
     def __init__(self, calls: Calls, client_id: str, clock: Clock):
         self._clock = clock
-        self._connection = _connected(calls, client_id)
+        self._kept = contextlib.ExitStack()
+        self._connection = _connected(calls, client_id, self._kept)
 
     def __enter__(self) -> Socket:
         return self
@@ -70,19 +71,18 @@ class Socket:
         return False
 
     def _close(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(Exception):  # whatever a broken connection has to say about its end
-                self._connection.close()
         self._connection = None
+        with contextlib.suppress(Exception):  # whatever a broken connection has to say about its end
+            self._kept.close()
 
 
-def _connected(calls: Calls, client_id: str) -> Any:
+def _connected(calls: Calls, client_id: str, kept: contextlib.ExitStack) -> Any:
     from websockets.sync.client import connect
 
     scheme, _, rest = calls.origin.partition("://")
     address = f"{'wss' if scheme == 'https' else 'ws'}://{rest}/ws?clientId={client_id}"
     try:
-        return connect(
+        opening = connect(
             address,
             additional_headers=calls.key_headers,
             open_timeout=OPEN_TIMEOUT_S,
@@ -91,6 +91,7 @@ def _connected(calls: Calls, client_id: str) -> Any:
             compression=None,
             proxy=None,
         )
+        return kept.enter_context(opening)
     except Exception as exc:  # no websocket there, or none through this way: the history is asked alone
         log.debug("no websocket: %s", type(exc).__name__)
         return None

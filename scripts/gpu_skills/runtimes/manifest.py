@@ -48,7 +48,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Test:
+class Trial:
     """The test generation. workflow: a ComfyUI workflow in API format, already read, for `comfyui`."""
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class ModelManifest:
     request: Described | None = None
     inputs: Mapping[str, Input] = field(default_factory=dict)
     private_inputs: tuple[str, ...] = ()
-    test: Test | None = None
+    test: Trial | None = None
 
     @property
     def name_at_service(self) -> str:
@@ -109,7 +109,7 @@ class ModelManifest:
             request=None if request is None else Described(**_known(request, Described)),
             inputs=inputs_of(record.get("inputs") or {}),
             private_inputs=tuple(record.get("private_inputs") or ()),
-            test=None if test is None else Test(**{**_known(test, Test), "workflow": test_workflow}),
+            test=None if test is None else Trial(**{**_known(test, Trial), "workflow": test_workflow}),
         )
 
 
