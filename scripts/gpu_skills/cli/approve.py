@@ -132,8 +132,6 @@ def _shown(context: Context, ask: Ask) -> Output:
         commands = approvals.commands(op, ask)
     except ApprovalNeeded as exc:
         standing, commands = exc, []
-    if context.sandbox:
-        commands = [line.replace("gpu approve", "gpu --sandbox approve", 1) for line in commands]
     document |= {"code": standing.code, "reason": standing.message, "commands": commands, "passed_over": passed_over}
     text = ask.text
     if commands:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from gpu_skills.cli.output import FORMAT, Output, print_json, print_text, say
+from gpu_skills.cli.output import FORMAT, Output, in_sandbox, print_json, print_text, say
 from gpu_skills.errors import EXIT_GPU_FAILED, ModeForbids, UsageError
 
 # From least to most: what a mode allows. A flag and the environment can only take rights away.
@@ -103,9 +103,9 @@ def emit(output: Output, *, as_json: bool, sandbox: bool = False) -> None:
     if as_json:
         print_json({"format": FORMAT, **output.document}, sandbox=sandbox)
     else:
-        print_text(output.text)
+        print_text(in_sandbox(output.text) if sandbox else output.text)
     for hint in output.hints:
-        say(hint)
+        say(in_sandbox(hint) if sandbox else hint)
 
 
 def _debug(click_context: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_skills.cli.output import say
+from gpu_skills.cli.output import in_sandbox, say
 from gpu_skills.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
@@ -243,14 +243,16 @@ class Context:
             account=self.account,
             connect=self.connect,
             running_jobs=lambda machine: gone.running_on(self.ledger, machine),
-            unverified=lambda machine: gone.unverified_on(self.project, self.ledger, machine),
+            unverified=lambda machine: gone.unverified_on(
+                self.project, self.ledger, machine, now=self.clock.now()
+            ),
             settle_jobs=lambda machine, why, at=None: gone.end_jobs(
                 self.project, self.ledger, self.clock, machine, why, at=at, notify=self.notifier.send
             ),
             jobs_there=lambda link, *, write: readback.jobs_there(
                 self.project, self.ledger, self.clock, link, write=write, notify=self.notifier.send
             ),
-            say=say,
+            say=(lambda line: say(in_sandbox(line))) if self.sandbox else say,
             notify=self.notifier.send,
             account_home=self._account_home,
         )

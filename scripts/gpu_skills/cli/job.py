@@ -12,7 +12,7 @@ from gpu_skills.cli.context import Context
 from gpu_skills.cli.job_view import job_document, job_text, line_document, summary
 from gpu_skills.cli.job_watch import show_line, stream
 from gpu_skills.cli.output import Output, say, table
-from gpu_skills.errors import EXIT_CANCELLED
+from gpu_skills.errors import EXIT_CANCELLED, PlanUnknown
 from gpu_skills.units import counted, format_bytes, format_duration, format_usd
 
 _HERE = "gpu_skills.cli.job:"
@@ -27,6 +27,10 @@ job = LazyGroup(
         "pull": (_HERE + "pull", "Download what changed into gpu-outputs/<job>, verified; also mid-run."),
         "cancel": (_HERE + "cancel", "End a running job and everything it started."),
         "diagnose": ("gpu_skills.cli.job_diagnose:diagnose", "Why it failed, and whether to try again; reads only."),
+        "artifacts": (
+            "gpu_skills.cli.job_artifacts:artifacts",
+            "What a job left and where; push it to a durable home, read it back.",
+        ),
         "finish": ("gpu_skills.cli.job_finish:finish", "Write down how a job ended that no machine reports."),
     },
 )
@@ -103,6 +107,8 @@ def run(
     for name in ("hold_for", "max_lease", "job_timeout", "resume_from"):
         if flags[name] is not None:
             raise UsageError(f"--{name.replace('_', '-')} needs --plan", next_step="gpu plan --freeze")
+    if len(cmd) == 1:
+        _require_no_plan(context, cmd[0])
     if copies > 1 and not detach:
         raise UsageError("--copies needs --detach", next_step="gpu job run --detach --copies 8 -- CMD")
     spec = load_spec(
@@ -119,6 +125,10 @@ def run(
         dotenv_root=context.project.root,
     )
     context.connect_ahead()
+    if spec.outputs_uri is not None:  # now, not when it has ended
+        from gpu_skills.jobs import durable
+
+        durable.require_home(context.project, spec.outputs_uri)
     with byte_bar(context, "pack", before="looking at the files") as progress:
         packed = pack.pack(
             spec.directory,
@@ -159,6 +169,22 @@ def run(
 
 
 _FROZEN = ("setup_command", "timeout", "label", "exclude", "expect", "require_input")
+
+
+def _require_no_plan(context: Context, word: str) -> None:
+    """One that looks like the name of a plan was meant for --plan."""
+    from gpu_skills.lifecycle.plans import plan as plans
+
+    try:
+        plans.require_no_plan(context.project, word)
+    except PlanUnknown as exc:
+        known = exc.details["known"]
+        raise PlanUnknown(
+            f"{word} would be run as a command; of plans there are {', '.join(known)}",
+            plan=word,
+            known=known,
+            next_step=f"gpu job run --plan {known[0]}",
+        ) from exc
 
 
 def _run_plan(context: Context, plan: str, frozen: dict[str, Any], **flags: Any) -> Output:
@@ -462,6 +488,11 @@ def pull_outputs(
         text += f", {len(got.report.changing)} still being written (pull again later)"
     if got.skipped:
         text += f"; not pulled: {', '.join(str(s.get('path')) for s in got.skipped[:5])}"
+    if got.final and got.files:
+        from gpu_skills.cli.job_artifacts import push_home
+
+        if (home := push_home(context, job_id)) is not None:
+            document["home"] = home
     nothing = "no outputs" if got.final else f"no outputs of {job_id} yet"
     if since_step is not None:
         nothing = f"no checkpoint of {job_id} after step {since_step} yet"

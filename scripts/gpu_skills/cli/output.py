@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -10,9 +11,10 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from gpu_skills.errors import Failed, GpuError
+from gpu_skills.errors import ApprovalNeeded, Failed, GpuError, one_line
 
 FORMAT = 1
+_STEPS = ("next_step", "commands")  # what a document calls the commands that its reader may run
 # Everything that moves a terminal but the ends of lines: controls, direction marks, bytes that were no text.
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -28,9 +30,9 @@ class Output:
 
 
 def print_json(document: dict[str, Any], *, sandbox: bool = False) -> None:
-    """sandbox: mark it, so that nobody takes its machines and money for real ones."""
+    """sandbox: mark it, so that nobody takes its machines and money for real ones, and its steps lead there."""
     if sandbox:
-        document = {**document, "sandbox": True}
+        document = {**_steps_in_sandbox(document), "sandbox": True}
     _write(sys.stdout, json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n")
 
 
@@ -89,11 +91,41 @@ def _turn_away(stream: TextIO) -> None:
         os.close(nowhere)
 
 
+def in_sandbox(text: str) -> str:
+    """The text with every command of ours in it leading to the sandbox: followed as it stands it would be real."""
+    return _ours().sub("gpu --sandbox ", text)
+
+
+@functools.cache
+def _ours() -> re.Pattern[str]:
+    from gpu_skills.cli.main import COMMANDS
+
+    names = "|".join(re.escape(name) for name in COMMANDS if name != "sandbox")
+    return re.compile(rf"(?<![\w./-])gpu (?=(?:{names})(?![\w-]))")
+
+
+def _steps_in_sandbox(value: Any, *, is_step: bool = False) -> Any:
+    if isinstance(value, dict):
+        return {key: _steps_in_sandbox(one, is_step=key in _STEPS) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_steps_in_sandbox(one, is_step=is_step) for one in value]
+    return in_sandbox(value) if is_step and isinstance(value, str) else value
+
+
 def print_error(error: GpuError, *, as_json: bool, sandbox: bool = False) -> None:
-    """One line: what happened, to what, what to do next, and the class in brackets at the end."""
+    """One line: what happened, to what, what to do next, and the class in brackets at the end.
+
+    What a person is asked to agree to comes before it, whole and line by line.
+    """
     if as_json:
         print_json({"format": FORMAT, "error": _printable(error.to_dict())}, sandbox=sandbox)
-    say(f"gpu: {error.message}; next: {error.next_step} [{error.code}]")
+    message, asked = error.message, error.details.get("text")
+    if isinstance(error, ApprovalNeeded) and isinstance(asked, str) and asked:
+        first = one_line(asked.split("\n", 1)[0], limit=len(asked))
+        message = message.split(f": {first[:200]}", 1)[0]
+        say(asked)
+    line = f"gpu: {message}; next: {error.next_step} [{error.code}]"
+    say(in_sandbox(line) if sandbox else line)
 
 
 def _printable(value: Any) -> Any:
@@ -102,8 +134,6 @@ def _printable(value: Any) -> Any:
 
 def table(rows: list[list[str]], header: list[str]) -> str:
     """Columns wide enough for their content, two spaces between them."""
-    from gpu_skills.errors import one_line
-
     cells = [header, *[[one_line(c, limit=200) for c in row] for row in rows]]
     widths = [max(len(r[i]) for r in cells) for i in range(len(header))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in cells)

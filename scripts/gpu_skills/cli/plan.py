@@ -81,6 +81,8 @@ def _name_and_command(context: Context, args: tuple[str, ...]) -> tuple[str | No
 
     if len(args) == 1 and plans.looks_like_name(args[0]):
         return args[0], ()
+    if len(args) == 1:
+        plans.require_no_plan(context.project, args[0])
     return None, args
 
 
@@ -219,6 +221,7 @@ def _text(shown: str, made: Plan) -> str:
         ("expected", _expected(made)),
         ("after it", _afterwards(made)),
         ("runs", _runs(made)),
+        ("outputs to", (made.job or {}).get("outputs_uri")),
         ("sends", _sends(made)),
         ("secrets", ", ".join(made.secrets) or "none"),
         ("whose", made.whose_machine or "-"),

@@ -129,7 +129,7 @@ def load(project: Project, name: str) -> tuple[str, Plan | ActionPlan]:
     full = _full_name(project, name)
     raw = files.read_bytes(project.path("plans") / f"{full}.json", max_bytes=plans.MAX_PLAN_BYTES)
     if raw is None:
-        raise PlanUnknown(plan=name[:80])
+        raise plans.unknown(project, name)
     record = files.parse(raw, project.path("plans") / f"{full}.json")
     if not isinstance(record, dict) or "action" not in record:
         return plans.load(project, full)
@@ -158,12 +158,12 @@ def _full_name(project: Project, name: str) -> str:
     if name.startswith("draft-"):
         return plans.load(project, name)[0]
     if not plans._NAME.fullmatch(name):
-        raise PlanUnknown(plan=name[:80])
+        raise plans.unknown(project, name)
     found = sorted(path.stem for path in project.path("plans").glob(f"{name}*.json"))
     if len(found) > 1:
         raise PlanUnknown(f"{len(found)} plans begin with {name}", plan=name)
     if not found:
-        raise PlanUnknown(plan=name)
+        raise plans.unknown(project, name)
     return found[0]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from gpu_skills import schemas
 from gpu_skills.clock import parse_timestamp
-from gpu_skills.errors import GpuError, PlanChanged, PlanUnknown, UsageError
+from gpu_skills.errors import GpuError, PlanChanged, PlanUnknown, UsageError, one_line
 from gpu_skills.state import files
 from gpu_skills.state.project import Project
 from gpu_skills.units import json_number
@@ -29,6 +29,7 @@ MAX_PLAN_BYTES = 64 << 20
 EXPECTED_TIMES = 2  # so many times the expected time are still the same undertaking; more is a new plan
 _NAME = re.compile(r"[0-9a-f]{8,64}")
 _DRAFT = re.compile(r"draft-[0-9a-f]{8}")
+MOST_NAMED = 5
 _MONEY = ("max_rate_usd_hr", "storage_usd_hr", "worst_case_usd", "expected_usd")
 
 
@@ -175,13 +176,13 @@ def load(project: Project, name: str) -> tuple[str, Plan]:
     if _DRAFT.fullmatch(name):
         content = files.read_json(folder / f"{name}.json", max_bytes=MAX_PLAN_BYTES, default=None)
         if content is None:
-            raise PlanUnknown(plan=name)
+            raise unknown(project, name)
         return name, Plan.from_record(content)
     if not _NAME.fullmatch(name):
-        raise PlanUnknown(plan=name[:80])
+        raise unknown(project, name)
     found = sorted(folder.glob(f"{name}*.json"))
     if len(found) != 1:
-        raise PlanUnknown(f"{len(found)} plans begin with {name}", plan=name) if found else PlanUnknown(plan=name)
+        raise PlanUnknown(f"{len(found)} plans begin with {name}", plan=name) if found else unknown(project, name)
     raw = files.read_bytes(found[0], max_bytes=MAX_PLAN_BYTES) or b""
     full = found[0].stem
     if hashlib.sha256(raw).hexdigest() != full:  # before anything is read from it
@@ -207,6 +208,36 @@ def is_draft(name: str) -> bool:
 def looks_like_name(word: str) -> bool:
     """Whether a word can only be meant as a plan: `draft-…`, or eight or more digits of a frozen one."""
     return word.startswith("draft-") or _NAME.fullmatch(word) is not None
+
+
+def unknown(project: Project, name: str) -> PlanUnknown:
+    """The error for a name that none has: it names those there are, the most similar one first."""
+    known = sorted(_shown_names(project), key=lambda shown: _likeness(name, shown), reverse=True)
+    name = one_line(name, limit=80)
+    if not known:
+        return PlanUnknown(plan=name)
+    more = f" and {len(known) - MOST_NAMED} more" if len(known) > MOST_NAMED else ""
+    there = f"there {'is' if len(known) == 1 else 'are'} {', '.join(known[:MOST_NAMED])}{more}"
+    text, step = f"there is no plan {name}; {there}", f"gpu approve {known[0]} --show"
+    return PlanUnknown(text, plan=name, known=known[:MOST_NAMED], next_step=step)
+
+
+def require_no_plan(project: Project, word: str) -> None:
+    """PlanUnknown for a word that somebody took for the name of a plan, where a command is expected."""
+    if len(word) >= 6 and word.isalnum() and any(_likeness(word, shown) > 0.8 for shown in _shown_names(project)):
+        raise unknown(project, word)
+
+
+def _shown_names(project: Project) -> list[str]:
+    stems = sorted(path.stem for path in _folder(project).glob("*.json"))
+    return [stem if is_draft(stem) else stem[:SHOWN_CHARS] for stem in stems]
+
+
+def _likeness(word: str, shown: str) -> float:
+    """Of 1: a name may be shorter than it is shown, or longer."""
+    import difflib
+
+    return difflib.SequenceMatcher(None, word[: len(shown)], shown[: max(len(word), 6)], autojunk=False).ratio()
 
 
 def _folder(project: Project) -> Path:
