@@ -49,9 +49,8 @@ def variables() -> frozenset[str]:
     from gpu_skills.config import DEFAULTS
     from gpu_skills.remote.environment import job_environment
 
-    job = job_environment(
-        "/r", "p", "J-000001", model_id="m", hf_token="t", openai_base_url="u", openai_api_key="k", copy=(0, 2)
-    )
+    served = {"openai_base_url": "u", "openai_api_key": "k"}
+    job = job_environment("/r", "p", "J-000001", model_id="m", hf_token="t", copy=(0, 2), resume="c", **served)
     settings = {"GPU_" + key.upper().replace(".", "_") for key in DEFAULTS}
     return frozenset(job) | settings | {"GPU_MODE", "GPU_PYTHON"}
 

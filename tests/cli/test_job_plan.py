@@ -226,7 +226,7 @@ def test_a_machine_is_held_for_review_and_says_how_long(shop):
     result = s.run(s.plan(), "--yes", "--hold-for", "10m")
     assert result.exit_code == 0, result.stderr
     assert result.document["held"] == "over" and result.document["machine_state"] == "destroyed"
-    assert "is held for review" in result.stderr and "ssh -p" in result.stderr
+    assert "is held for review" in result.stderr and "ssh -o HostKeyAlias=" in result.stderr
     assert "9m59s left" in result.stderr or "10m00s left" in result.stderr
     assert sum(s.clock.slept) >= 600 and s.burning() == []
 
@@ -324,6 +324,73 @@ def test_a_hold_that_was_broken_off_by_death_is_ended_by_a_later_call_that_holds
     result = s.run(plan, "--hold-for", "0")
     assert result.exit_code == 0, result.stderr
     assert result.document["held"] is None and s.burning() == []
+
+
+def died_in_its_hold(s: Shop) -> tuple[str, dict[str, Any]]:
+    """(plan, machine) of a job that is collected and whose controller was killed while the machine was held."""
+    plan = s.plan()
+
+    def die() -> None:
+        raise Died
+
+    s.clock.meanwhile(lambda: held(s, plan), die)
+    with pytest.raises(Died):
+        s.run(plan, "--yes")
+    (machine,) = s.machines()
+    assert len(s.burning()) == 1 and machine["status"] == "ready"
+    return plan, machine
+
+
+def held(s: Shop, plan: str) -> bool:
+    found = launch.find(s.operator().project, plan)
+    return found is not None and found.hold_until is not None
+
+
+def stops_at_the_end_of_its_hold(s: Shop, plan: str, machine: dict[str, Any], *, found_after_s: float = 3600) -> None:
+    """As its own watcher does, with nobody looking: an hour later somebody looks."""
+    until = launch.find(s.operator().project, plan).held_until
+    s.clock.sleep((until - s.clock.now()).total_seconds())
+    s.operator().writer(s.vendor).stop(machine["instance_id"])
+    s.clock.sleep(found_after_s)
+
+
+@pytest.mark.parametrize("by", ["reconcile", "job run --plan"])
+def test_a_machine_that_stopped_after_a_hold_nobody_ended_is_ended_and_not_kept_for_its_storage(shop, by):
+    s = shop()
+    plan, machine = died_in_its_hold(s)
+    stops_at_the_end_of_its_hold(s, plan, machine)
+    assert s.burning() != []
+    if by == "reconcile":
+        result = s.gpu("reconcile", "--json")
+        assert [f["what"] for f in result.document["findings"]] == ["ended"] and result.exit_code == 6
+        for _ in range(4):  # its absence is believed after several looks
+            s.clock.sleep(60)
+            result = s.gpu("reconcile", "--json")
+        assert result.exit_code == 0
+    assert s.run(plan).exit_code == 0 and s.creates == 1
+    assert s.burning() == [] and s.machines()[0]["status"] == "destroyed"
+    charges = [json.loads(line) for line in (s.root / ".pi/gpu/charges.jsonl").read_text().splitlines()]
+    idle_s = sum(c["duration_s"] for c in charges if c["kind"] == "idle")
+    assert idle_s < 1800 + 300, "what it ran, and not until somebody looked"
+
+
+def test_a_machine_whose_job_is_over_and_that_nobody_ends_is_named_while_it_is_held(shop):
+    s = shop()
+    _, machine = died_in_its_hold(s)
+    (named,) = s.gpu("reconcile", "--json").document["findings"]
+    assert named["what"] == "job_over" and named["machine_id"] == machine["id"]
+    assert named["next_step"] == f"gpu machine destroy {machine['id']}"
+    assert s.machines()[0]["status"] == "ready" and len(s.burning()) == 1
+
+
+def test_a_stopped_machine_that_is_kept_is_named_with_what_its_disk_costs(shop):
+    s = shop()
+    _, machine = died_in_its_hold(s)
+    assert s.gpu("machine", "stop", machine["id"]).exit_code == 0
+    (named,) = s.gpu("reconcile", "--json").document["findings"]
+    assert named["what"] == "stopped" and 0 < named["burn_usd_hr"] < 0.1
+    assert f"gpu machine destroy {machine['id']}" in named["next_step"]
+    assert s.machines()[0]["status"] == "stopped"
 
 
 # cancelled ------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def run_plan(
     detach: bool = False,
 ) -> Output:
     """Launch what was approved, or follow what was launched already; the same call is right in both cases."""
-    from gpu_skills.jobs import disposable, launch
+    from gpu_skills.jobs import disposable, durable, launch
     from gpu_skills.lifecycle.guard import receipts
     from gpu_skills.lifecycle.renting import creation
 
@@ -60,6 +60,9 @@ def run_plan(
             launched = disposable.try_again(op, launched)
     if launched is not None and disposable.has_begun(op, launched):
         return _gone_on_with(context, op, launched, found, detach=detach)
+    uri = (found.job or {}).get("outputs_uri")
+    if uri and launched is None:  # before anything is rented, not when the job has ended
+        durable.require_home(context.project, uri)
     work = _prepared(context, found, limits.job_timeout_s, env, allow_secret_file, launched)
     approval = _agreed(context, full, found, yes=yes)
     if launched is None or launched.ended_at is not None:  # what refuses before it begins leaves nothing half-begun
@@ -80,7 +83,10 @@ def _gone_on_with(context: Context, op: Operator, launched: Launch, found: Plan,
     from gpu_skills.lifecycle import states
 
     machine = disposable.won_machine(op, launched)
-    if machine is None or (disposable.is_collected(op, launched) and machine.status == "terminating"):
+    is_collected = disposable.is_collected(op, launched)
+    if machine is not None and is_collected and machine.status not in states.FINAL:
+        machine = disposable.as_shown(op, machine)
+    if machine is None or (is_collected and machine.status in ("terminating", "stopped")):
         _let_go(context, op, launched)
         return _finished(context, op, launched)
     if machine.status in states.FINAL:

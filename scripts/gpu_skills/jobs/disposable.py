@@ -521,6 +521,15 @@ def _is_unanswered(op: Operator, attempt: runs.Attempt) -> bool:
     return intent is not None and intent.is_open
 
 
+def as_shown(op: Operator, machine: Machine) -> Machine:
+    """The machine as its provider shows it: it may have stopped at the end of a review that nobody was left to end."""
+    from gpu_skills.lifecycle.ending import release
+    from gpu_skills.lifecycle.recovery import readback
+
+    seen = release.look(op, machine)
+    return machine if seen is None else readback.follow(op, machine, seen)
+
+
 def settle(op: Operator, link: Link) -> dict[str, dict[str, Any]]:
     """Ask the machine how its jobs are, write the ends, tell who wants to know."""
     return observe.settle(op.project, op.ledger, op.clock, link, notify=op.notify)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # A card reports less than its label: a T4 of "16 GB" shows 15,360 MiB or less, an L4 of "24 GB" 23,034.
 VRAM_TOLERANCE = 0.9
+# In the session on record: when it ends by our own clock. What else stands there is the machine's word.
+TOLD_UNTIL = "told_until"
 
 
 @dataclass(frozen=True)
@@ -322,12 +324,17 @@ def open_rented_session(
             "only_if_none": not is_moved,
         }
         current = link.session.call("session", {"project": project.project_id, "session": wanted})["session"]
+        if current is not None and deadline_at is not None:
+            current = {**current, TOLD_UNTIL: timestamp(deadline_at)}
     now = timestamp(clock.now())
 
     def told(found: Machine) -> Machine:
         """A machine that is on its way out stays so."""
         status = "ready" if found.status in ("requested", "booting", "ready", "busy") else found.status
-        return replace(found, status=status, session=current, last_seen_at=now)
+        session, before = current, found.session or {}
+        if session is not None and TOLD_UNTIL not in session and session.get("id") == before.get("id"):
+            session = {**session, **{name: before[name] for name in (TOLD_UNTIL,) if name in before}}
+        return replace(found, status=status, session=session, last_seen_at=now)
 
     link.machine = update(project, link.machine.id, told, clock=clock)
 

@@ -20,12 +20,15 @@ from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan as plans
+from gpu_skills.lifecycle.renting import keeping
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import budget
 from gpu_skills.units import format_usd, usd
 
 # A start or an extension whose command died may still be on its way; later it is not.
 ON_ITS_WAY = timedelta(minutes=10)
+# Why a session ended that was the review of a finished job.
+REVIEW_OVER = "hold_for"
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,11 @@ def _fell_asleep(op: Operator, machine: Machine, seen: Instance) -> Machine:
     now = op.clock.now()
     deadline_at = time_of(machine.deadline_at)
     taken_away = [c for c in seen.conditions if c in ("outbid", "preempted")]
+    review_ended = _review_ended(machine, now)
     if taken_away:
         why, at = taken_away[0], now
+    elif review_ended is not None:
+        why, at = REVIEW_OVER, review_ended
     elif deadline_at is not None and now >= deadline_at - timedelta(minutes=1):
         why, at = "deadline_passed", min(now, max(deadline_at, time_of(machine.last_seen_at) or deadline_at))
     else:
@@ -225,6 +231,17 @@ def _fell_asleep(op: Operator, machine: Machine, seen: Instance) -> Machine:
     return machines.update(
         op.project, machine.id, lambda m: replace(m, extra={**m.extra, "stopped_at": timestamp(at)}), clock=op.clock
     )
+
+
+def _review_ended(machine: Machine, now: datetime) -> datetime | None:
+    """When the machine itself ended a review that nobody here was left to end; None: it did not, for all we know."""
+    session = machine.session or {}
+    ends = [time_of(session.get(machines.TOLD_UNTIL)), time_of(machine.extra.get(keeping.HELD_UNTIL))]
+    until = max((at for at in ends if at is not None), default=None)
+    seen_at = time_of(machine.last_seen_at)
+    if session.get("deadline_reason") != REVIEW_OVER or until is None or until > now:
+        return None
+    return until if seen_at is None else max(until, seen_at)
 
 
 def reappeared(op: Operator, gone: Machine, seen: Instance) -> Machine:

@@ -38,6 +38,7 @@ from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Charge, RentedReader
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import budget
+from gpu_skills.units import format_usd
 
 # So long a create that was not answered is looked for.
 LOOKED_FOR = timedelta(hours=24)
@@ -423,6 +424,34 @@ class _Pass:
             self._say(machine.status, text, machine=machine, next_step=step, is_uncertain=True)
         if machine.status == "stopped":
             self.booked += len(accounting.close(self.op, machine))
+        if due.action == "none":
+            self._left_standing(machine, seen)
+
+    def _left_standing(self, machine: Machine, seen: Instance) -> None:
+        """What bills without being of use: a stopped disk, a job's own machine after its job.
+
+        A job's machine that has stopped with nothing left on it is what a review leaves that nobody was left to end: it
+        ends as an interrupted one does. One that was stopped on purpose, or was taken away and may come back, is kept.
+        """
+        is_over = self._is_over(machine, seen)
+        step = f"gpu machine destroy {machine.id}"
+        if machine.status == "stopped":
+            if is_over and machine.extra.get("stopped_why") not in ("asked", "outbid", "preempted"):
+                self._end(machine, "its job is over and collected, and it has stopped")
+                return
+            cost = "" if machine.storage_usd_hr is None else f", its disk costs {format_usd(machine.storage_usd_hr)}/h"
+            step = f"gpu machine start {machine.id}, or {step}"
+            self._say("stopped", f"it is stopped{cost}", machine=machine, next_step=step)
+        elif is_over and machine.status in ("ready", "busy"):
+            text = "its job is over and collected, and it goes on billing"
+            self._say("job_over", text, machine=machine, next_step=step)
+
+    def _is_over(self, machine: Machine, seen: Instance) -> bool:
+        """Whether it was made for one job, and that has ended with nothing left on it."""
+        if machine.machine_class != "job" or machine.has_unknown_past or not self.op.ledger.jobs_on(machine.id):
+            return False
+        has_more = self.op.running_jobs(machine.id) or self.op.unverified(machine.id)
+        return not has_more and not ownership.needs_named_approval(machine, seen)
 
     def _ask_for_jobs(self, machine: Machine, seen: Instance) -> None:
         """A machine may have jobs that no record names: nothing may be concluded from records that are not whole."""
@@ -449,10 +478,13 @@ class _Pass:
     def _keep(self, machine: Machine, why: str) -> None:
         jobs = list(dict.fromkeys([*self.op.running_jobs(machine.id), *self.op.unverified(machine.id)]))
         step = f"gpu job pull {jobs[0]}" if jobs else f"gpu machine destroy {machine.id}"
-        burn = machine.storage_usd_hr
-        self.op.notify("idle_stop", machine.id, uncollected=", ".join(jobs[:20]), burn_usd_hr=burn, steps=step)
+        facts = {"uncollected": ", ".join(jobs[:20]), "burn_usd_hr": machine.burn_usd_hr, "steps": step}
+        if machine.status == "stopped":
+            self.op.notify("idle_stop", machine.id, **facts)
+        else:  # protected, and a stop would take its disk
+            self.op.notify("recovery", machine.id, what=why, **facts)
         what = f"outputs that are nowhere else ({', '.join(jobs[:5])})" if jobs else "whatever its jobs left"
-        text = f"stopped, past its deadline, with {what}: {why}"
+        text = f"{machine.status}, past its deadline, with {what}: {why}"
         self._say("kept", text, machine=machine, next_step=step)
 
     def _end(self, machine: Machine, why: str) -> None:
