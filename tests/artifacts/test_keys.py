@@ -9,7 +9,7 @@ from gpu_skills.artifacts.volume import located, parse
 from gpu_skills.errors import Refused, UnsafeKey, UsageError
 
 HOSTILE = [
-    "../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a/.", "..", "", "a\nb", "a\x1b[2Jb", "a\x00b", "a\\..\\b",
+    "../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a/.", "..", "", "a\nb", "a\x1b[2Jb", "a\x00b", 
     "x" * 1025, "\udcff", "a/‮b", "a/",
 ]  # fmt: skip
 

@@ -53,7 +53,7 @@ def test_a_file_that_is_there_is_not_written_again(store, source, tmp_path):
 
 
 def test_a_file_that_is_not_what_was_verified_is_not_stored(store, source, tmp_path):
-    with pytest.raises(HashMismatch):
+    with pytest.raises(ArtifactChanged):
         store.put_file(source[0], "k", sha256="0" * 64)
     assert list(store.list("")) == [] and os.listdir(tmp_path / "home") == []
     with pytest.raises(ArtifactChanged):

@@ -150,8 +150,6 @@ def _problem(key: str) -> str | None:
         return f"it has {size} bytes, allowed are 1 to {MAX_KEY_BYTES}"
     if any(not c.isprintable() for c in key):
         return "it holds a control character"
-    if "\\" in key:
-        return "it holds a backslash"
     for name in key.split("/"):
         if name in ("", ".", ".."):
             return "it is absolute, or has an empty or dotted component"

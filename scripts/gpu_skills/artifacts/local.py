@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from gpu_skills.artifacts.base import OWN_PREFIX, Sent, Stored, require_key
 from gpu_skills.artifacts.incoming import BLOCK_BYTES, Incoming
-from gpu_skills.errors import ArtifactChanged, ArtifactMissing, StoreIgnoresConditions, UsageError
+from gpu_skills.errors import ArtifactChanged, ArtifactMissing, HashMismatch, StoreIgnoresConditions, UsageError
 from gpu_skills.state import files
 
 
@@ -52,7 +52,11 @@ class LocalStore:
             raise ArtifactChanged(what=str(path), reason=f"it cannot be read here: {exc.strerror}") from exc
         if _size_of(there) != size or _hash_of(there) != sha256:
             files.make_directory(there.parent)
-            _copy(path, there, size=size, sha256=sha256)
+            try:
+                _copy(path, there, size=size, sha256=sha256)
+            except HashMismatch as exc:
+                found = exc.details["found"]
+                raise ArtifactChanged(what=path.name, reason=f"its SHA-256 is {found} here, not {sha256}") from exc
         if sent is not None:
             sent(size)
         return self._stored(key, size, sha256)

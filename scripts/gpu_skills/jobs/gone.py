@@ -8,6 +8,7 @@ from decimal import Decimal
 
 from gpu_skills.clock import Clock, parse_timestamp, timestamp
 from gpu_skills.economics.sharing import shared_seconds
+from gpu_skills.jobs import durable
 from gpu_skills.jobs.observe import Notify, tell_end
 from gpu_skills.jobs.records import START_REFUSED, JobFolder, is_collected
 from gpu_skills.lifecycle import machines
@@ -33,16 +34,18 @@ def running_on(ledger: Ledger, machine_id: str) -> list[str]:
     return [line["id"] for line in ledger.open_jobs() if line.get("machine_id") == machine_id]
 
 
-def unverified_on(project: Project, ledger: Ledger, machine_id: str) -> list[str]:
+def unverified_on(project: Project, ledger: Ledger, machine_id: str, *, now: datetime | None = None) -> list[str]:
     """Jobs that were sent to the machine and whose outputs, for all we know, are nowhere else.
 
     Sent, not accepted: an answer may be lost. A job whose last manifest names no file left nothing to lose; one without
-    a manifest counts, nobody looked.
+    a manifest counts, nobody looked. now: what was read back from a durable home by then is no loss either.
     """
     found = []
     for job in jobs_of(project, ledger, machine_id):
         folder = JobFolder(project, job)
         if not may_be_there(ledger, folder) or is_collected(project, job) or folder.read("abandoned") is not None:
+            continue
+        if now is not None and durable.is_kept(project, job, now):
             continue
         manifest = folder.read("manifest")
         if manifest is None or manifest["files"] or not manifest.get("final"):

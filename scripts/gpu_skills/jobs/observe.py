@@ -15,6 +15,7 @@ from typing import Any
 from gpu_skills.clock import Clock, parse_timestamp, timestamp
 from gpu_skills.economics.sharing import shared_seconds
 from gpu_skills.errors import EXIT_CANCELLED, EXIT_TIMEOUT, ProtocolError, StateBusy, StateError, one_line
+from gpu_skills.jobs import durable
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.remote.tree import parse_manifest
@@ -208,6 +209,7 @@ def _write_end(
     sync_events(project, link, job)
     duration_s = max(0.0, float(answer.get("duration_s") or 0.0))
     completed = parse_timestamp(line["started_at"] or line["ts"]) + timedelta(seconds=duration_s)
+    homes = durable.addresses(folder)
     ending: dict[str, Any] = {
         "id": job,
         "status": answer["state"],
@@ -215,7 +217,7 @@ def _write_end(
         "duration_s": round(duration_s, 3),
         "cost_usd": json_number(_cost_usd(project, ledger, link, job, answer, answers)),
         "artifacts": [
-            {"name": f["path"], "uri": _uri(project, link, folder, f["path"])}
+            {"name": f["path"], "uri": _uri(project, link, folder, f, homes)}
             for f in manifest["files"][:ARTIFACTS_IN_A_LINE]
         ],
         "exit_code": answer.get("exit_code"),
@@ -237,8 +239,14 @@ def _wasted_usd(answer: dict[str, Any], rate_usd_hr: Decimal, cost_usd: Decimal)
     return min(cost_usd, usd(Decimal(str(stalled_s)) * rate_usd_hr / 3600))
 
 
-def _uri(project: Project, link: Link, folder: JobFolder, path: str) -> str:
-    """Where an output is: in the project once it was collected, on the machine until then."""
+def _uri(
+    project: Project, link: Link, folder: JobFolder, file: dict[str, Any], homes: dict[str, tuple[str, str]]
+) -> str:
+    """Where an output is: in its durable home, else in the project once it was collected, on the machine until then."""
+    path = file["path"]
+    digest, uri = homes.get(path, (None, ""))
+    if digest is not None and digest == file["sha256"]:
+        return uri
     collected = folder.read("collected")
     if not (collected and collected.get("final")):
         return f"machine://{link.machine.id}/{folder.job}/{path}"

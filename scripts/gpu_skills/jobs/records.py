@@ -1,8 +1,8 @@
 """The folder `jobs/<id>/` in the project's state: what a job sent, what came back, and which locks guard it.
 
-`schemas/jobs/` says what each record holds: job, accepted, manifest, collected, ended, abandoned, events_cursor, and
-a line of events.jsonl. Beside them `log` is the log as it was when the job's outputs were collected, and verified.json
-a cache of `remote.destination`.
+`schemas/jobs/` says what each record holds: job, accepted, manifest, collected, artifacts, ended, abandoned,
+events_cursor, and a line of events.jsonl. Beside them `log` is the log as it was when the job's outputs were collected,
+verified.json a cache of `remote.destination`, and uploads.json one of `artifacts.uploads`.
 """
 
 from __future__ import annotations

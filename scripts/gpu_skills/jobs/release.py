@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.errors import JobNotFound, JobRunning, NotCollected, Protected, Refused, RemoteError
-from gpu_skills.jobs import gone, observe
+from gpu_skills.jobs import durable, gone, observe
 from gpu_skills.jobs.records import JobFolder, is_collected
 from gpu_skills.lifecycle import intents, machines, states
 from gpu_skills.lifecycle.connect import Link
@@ -159,7 +159,7 @@ def _obstacles_there(
     running = observe.open_jobs(ledger, link.machine.id)
     if running:
         return [JobRunning(job=running[0]["id"])]
-    lost = _uncollected(project, ledger, link, abandon)
+    lost = _uncollected(project, ledger, clock, link, abandon)
     if lost:
         return [_not_collected(lost)]
     for job, status in strange.items():
@@ -188,7 +188,7 @@ def _obstacles_on_record(op: Operator, machine: Machine, abandon: Collection[str
     for job in dict.fromkeys(jobs):
         if job not in abandon:
             with JobFolder(op.project, job).collecting():  # a pull that is under way ends first
-                if not is_collected(op.project, job):
+                if not is_collected(op.project, job) and not durable.is_kept(op.project, job, op.clock.now()):
                     manifest = JobFolder(op.project, job).read("manifest")
                     lost[job] = list(manifest["files"]) if manifest else []
     is_asleep = machine.status in ("stopped", "stopping")
@@ -216,7 +216,7 @@ def _not_collected(lost: dict[str, list[dict[str, Any]]], *, next_step: str | No
 
 
 def _uncollected(
-    project: Project, ledger: Ledger, link: Link, abandon: Collection[str]
+    project: Project, ledger: Ledger, clock: Clock, link: Link, abandon: Collection[str]
 ) -> dict[str, list[dict[str, Any]]]:
     lost: dict[str, list[dict[str, Any]]] = {}
     for job in gone.jobs_of(project, ledger, link.machine.id):
@@ -229,9 +229,9 @@ def _uncollected(
             if is_collected(project, job):
                 continue
             try:
-                files = observe.outputs_now(project, link, job)["files"]
+                manifest = observe.outputs_now(project, link, job)
             except JobNotFound:  # the machine has no trace of it any more: there is nothing left to protect
                 continue
-        if files:
-            lost[job] = files
+        if manifest["files"] and not durable.is_kept(project, job, clock.now(), manifest):
+            lost[job] = manifest["files"]
     return lost

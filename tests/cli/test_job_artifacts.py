@@ -1,0 +1,98 @@
+"""`gpu job artifacts`, and `outputs.uri` of a job, through the real command line and a server that speaks S3."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from s3_server import s3, s3_application
+
+__all__ = ["s3", "s3_application"]
+pytestmark = pytest.mark.subprocess
+
+
+@pytest.fixture
+def project(tmp_path, gpu):
+    assert gpu("init", "--jobs").exit_code == 0
+    return tmp_path
+
+
+MAKES = "printf hello > $GPU_OUTPUT_DIR/a.txt; mkdir $GPU_OUTPUT_DIR/d; printf x > $GPU_OUTPUT_DIR/d/b.txt"
+
+
+def last_line(project):
+    return json.loads((project / ".pi/gpu/jobs.jsonl").read_text().splitlines()[-1])
+
+
+def test_what_a_job_left_is_listed_pushed_and_read_back(project, gpu, s3):
+    assert gpu("job", "run", "--json", "--", MAKES).exit_code == 0
+    listed = gpu("job", "artifacts", "--json").document
+    assert [f["path"] for f in listed["files"]] == ["a.txt", "d/b.txt"] and listed["uri"] is None
+    assert all(f["local"] and f["uri"] is None for f in listed["files"])
+    assert [a["uri"] for a in listed["ledger"]] == ["gpu-outputs/J-000001/a.txt", "gpu-outputs/J-000001/d/b.txt"]
+
+    result = gpu("job", "artifacts", "J-000001", "--to", f"{s3.uri}/runs", "--verify", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = result.document
+    assert (document["pushed"]["files"], document["pushed"]["kept"], document["verified"]) == (2, 0, 2)
+    assert document["kept"] and all(f["verified_at"] for f in document["files"])
+    assert sorted(s3.keys()) == [f["uri"].removeprefix(f"{s3.uri}/") for f in document["files"]]
+    again = gpu("job", "artifacts", "--to", f"{s3.uri}/runs", "--json").document["pushed"]
+    assert (again["kept"], again["bytes"]) == (2, 0)
+
+
+def test_an_object_that_was_tampered_with_fails_the_verification(project, gpu, s3):
+    assert gpu("job", "run", "--", MAKES).exit_code == 0
+    assert gpu("job", "artifacts", "--to", s3.uri).exit_code == 0
+    s3.client.put_object(Bucket=s3.bucket, Key=s3.keys()[0], Body=b"hellO")
+    result = gpu("job", "artifacts", "--verify", "--json")
+    assert result.exit_code == 1 and result.error["code"] == "artifact_changed" and "a.txt" in result.error["message"]
+
+
+def test_outputs_go_to_their_durable_home_by_themselves_and_the_ledger_names_it(project, gpu, s3):
+    (project / "gpujob.yaml").write_text(f"run: '{MAKES}'\noutputs: {{uri: '{s3.uri}/runs'}}\n")
+    result = gpu("job", "run", "--json")
+    assert result.exit_code == 0, result.stderr
+    home = result.document["pulled"]["home"]
+    assert home["files"] == 2 and home["uri"].startswith(f"{s3.uri}/runs/J-000001-")
+    assert [a["uri"] for a in last_line(project)["artifacts"]] == [f"{home['uri']}/a.txt", f"{home['uri']}/d/b.txt"]
+    assert (project / "gpu-outputs/J-000001/a.txt").read_text() == "hello"
+
+
+def test_a_home_that_cannot_be_used_is_said_before_the_job_starts(project, gpu, s3):
+    (project / "gpujob.yaml").write_text(f"run: '{MAKES}'\noutputs: {{uri: 's3://no-such-bucket-here/runs'}}\n")
+    result = gpu("job", "run", "--json")
+    assert result.exit_code == 125 and result.error["code"] == "bucket_missing"
+    s3.application.ignores_conditions = True
+    (project / "gpujob.yaml").write_text(f"run: '{MAKES}'\noutputs: {{uri: '{s3.uri}/runs'}}\n")
+    assert gpu("job", "run", "--json").error["code"] == "store_ignores_conditions"
+    assert not (project / ".pi/gpu/jobs.jsonl").exists() or not (project / ".pi/gpu/jobs.jsonl").read_text()
+
+
+def test_a_home_that_fails_at_the_end_does_not_fail_the_job_and_names_the_command(project, gpu, s3):
+    (project / "gpujob.yaml").write_text(f"run: '{MAKES}'\noutputs: {{uri: '{s3.uri}/runs'}}\n")
+    s3.application.fault = lambda request: 403 if request.path.endswith(".txt") else None
+    result = gpu("job", "run", "--json")
+    assert result.exit_code == 0
+    assert result.document["pulled"]["home"]["error"]["code"] == "auth_rejected"
+    assert f"gpu job artifacts J-000001 --to {s3.uri}/runs" in result.stderr
+    assert last_line(project)["artifacts"][0]["uri"] == "gpu-outputs/J-000001/a.txt"
+    s3.application.fault = None
+    assert gpu("job", "artifacts", "--to", f"{s3.uri}/runs", "--json").document["pushed"]["files"] == 2
+
+
+def test_audit_lists_and_pushes_nothing(project, gpu, s3):
+    assert gpu("job", "run", "--", MAKES).exit_code == 0
+    assert gpu("job", "artifacts", "--mode", "audit", "--json").exit_code == 0
+    refused = gpu("job", "artifacts", "--to", s3.uri, "--mode", "audit", "--json")
+    assert refused.exit_code == 3 and refused.error["code"] == "mode_forbids" and s3.keys() == []
+
+
+def test_no_key_of_the_store_reaches_the_job_or_a_record(project, gpu, s3):
+    (project / "gpujob.yaml").write_text(f"run: 'env > $GPU_OUTPUT_DIR/env.txt'\noutputs: {{uri: '{s3.uri}/runs'}}\n")
+    assert gpu("job", "run", "--json").exit_code == 0
+    secret = "made-up-secret-of-the-tests"
+    assert secret.encode() not in s3.content(s3.keys()[0])
+    for path in (project / ".pi").rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes()
