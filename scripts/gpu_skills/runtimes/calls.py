@@ -46,6 +46,7 @@ MAX_JSON_BYTES = 64 * 1024 * 1024
 READ_ATTEMPTS = 3
 READ_TIMEOUT_S = 60.0
 _PAUSE_S = 0.5
+_STARTING = frozenset({502, 503, 504})  # it, or what stands in front of it, says that it is not there yet
 
 
 class Calls:
@@ -80,22 +81,28 @@ class Calls:
         timeout_s: float = READ_TIMEOUT_S,
         attempts: int = READ_ATTEMPTS,
     ) -> Answer:
-        """GET. Raises ServiceUnreachable after the attempts, ServiceKeyRejected; other statuses are answers.
+        """GET. Raises ServiceUnreachable after the attempts (502, 503 and 504 too), ServiceKeyRejected; other statuses
+        are answers.
 
         With `into` it is asked once: what it took cannot be taken back.
         """
         if into is not None:
             attempts = 1
         for attempt in range(1, attempts + 1):
+            cause: Exception | None = None
             try:
-                return self._send("GET", what, path, query, None, {}, into, max_bytes, timeout_s, READ_TIMEOUT_S)
+                answer = self._send("GET", what, path, query, None, {}, into, max_bytes, timeout_s, READ_TIMEOUT_S)
+                if answer.status not in _STARTING:
+                    return answer
+                reason = f"HTTP {answer.status}: {self.masked(answer.text)}"
             except BodyTooLarge as exc:
                 raise self.unexpected(what, exc.reason, too_large=True) from exc
             except (NotSent, Unanswered) as exc:
                 if isinstance(exc, NotSent) and exc.denied:
                     raise NetworkDenied(reason=exc.reason, service=self.service) from exc
-                if attempt == attempts:
-                    raise ServiceUnreachable(service=self.service, reason=exc.reason) from exc
+                reason, cause = exc.reason, exc
+            if attempt == attempts:
+                raise ServiceUnreachable(service=self.service, reason=reason) from cause
             self._around.clock.sleep(_PAUSE_S * attempt)
         raise AssertionError("the last attempt raises or returns")
 

@@ -22,7 +22,6 @@ from gpu_skills.errors import (
     GenerationUnknown,
     GpuError,
     RequestRejected,
-    ServiceBusy,
     ServiceReply,
     ServiceUnreachable,
     UsageError,
@@ -97,8 +96,6 @@ class ComfyUI:
             return Health("loading", exc.message)
         except GpuError as exc:
             return Health("failed", exc.message)
-        if answer.status in (502, 503, 504):
-            return Health("loading", f"HTTP {answer.status}")
         try:
             document = calls.mapping("system_stats", answer)
         except GpuError as exc:
@@ -280,22 +277,25 @@ class ComfyUI:
     def _follow(
         self, calls: Calls, socket: Socket, prompt_id: str, request: Request, on_event: OnEvent
     ) -> replies.Ended:
+        """Until its entry is in the history. The queue is asked first: what ends between the two questions is then in
+        the history, so that a prompt which is in neither is really gone."""
         clock = self.around.clock
         began = seen = answered = clock.monotonic()
-        is_over = True  # it may have ended before anybody looked
+        is_over, ahead = True, 0  # it may have ended before anybody looked
         while True:
             is_over = socket.wait(prompt_id, POLL_OVER_S if is_over else POLL_S, on_event)
             try:
+                running, pending = self._queues(calls)
                 end = self._history(calls, prompt_id)
+                answered = clock.monotonic()
                 if end is not None:
                     return end
-                running, pending = self._queues(calls)
-                answered = clock.monotonic()
                 if replies.has_prompt([*running, *pending], prompt_id):
-                    seen = clock.monotonic()
-                    if replies.has_prompt(pending, prompt_id):
-                        on_event(Event("waiting", {"ahead": len(running) + len(pending) - 1}))
-            except (ServiceUnreachable, ServiceBusy):
+                    seen = answered
+                if replies.has_prompt(pending, prompt_id) and ahead != len(running) + len(pending) - 1:
+                    ahead = len(running) + len(pending) - 1
+                    on_event(Event("waiting", {"ahead": ahead}))
+            except ServiceUnreachable:
                 if clock.monotonic() - answered > SILENT_FOR_S:
                     raise
                 seen = clock.monotonic()

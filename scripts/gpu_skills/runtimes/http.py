@@ -84,8 +84,7 @@ class DescribedHttp:
             return Health("ready", f"{path} answers {answer.status}")
         if answer.status in (404, 405):
             return Health("ready", f"it answers, without a {path}")
-        state = "loading" if answer.status in (502, 503, 504) else "failed"
-        return Health(state, f"{path} answers {answer.status}: {answer.text}")  # type: ignore[arg-type]
+        return Health("failed", f"{path} answers {answer.status}: {answer.text}")
 
     def test_generation(self, endpoint: Endpoint, model: ModelManifest, sink: Sink) -> Proof:
         if model.test is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -110,13 +109,9 @@ class OpenAI:
         calls = self._calls(endpoint)
         try:
             answer = calls.read("health", "/health", attempts=1, timeout_s=15)
-            if answer.status in (502, 503, 504):
-                return Health("loading", f"HTTP {answer.status}: {answer.text}")
             if answer.status >= 500:
                 return Health("failed", f"HTTP {answer.status}: {answer.text}")
             answer = calls.read("models", "/v1/models", attempts=1, timeout_s=15)
-            if answer.status in (502, 503, 504):
-                return Health("loading", f"HTTP {answer.status}: {answer.text}")
             names = self._names(calls, answer)
         except ServiceUnreachable as exc:
             return Health("loading", exc.message)
@@ -353,10 +348,10 @@ def _error_text(error: Any) -> str:
 
 
 def _vector(calls: Calls, value: Any) -> list[float]:
-    is_vector = isinstance(value, list) and value and all(isinstance(x, int | Decimal) for x in value)
-    if not is_vector or not all(math.isfinite(x) for x in value):
+    numbers = value if isinstance(value, list) else []
+    if not numbers or not all(isinstance(x, int | Decimal) and not isinstance(x, bool) for x in numbers):
         raise calls.unexpected("embedding", "a vector that is none")
-    return [float(x) for x in value]
+    return [float(x) for x in numbers]
 
 
 def _image(calls: Calls, entry: Mapping[str, Any]) -> bytes:
