@@ -162,6 +162,7 @@ ALLOWED = {
     ("state/spend.py", "write"): "the pipe from those processes",
     ("lifecycle/approval/signatures.py", "process"): "asks `ssh-keygen -Y verify`, which changes nothing",
     ("lifecycle/approval/signatures.py", "write"): "who may sign, in a temporary folder, for ssh-keygen to read",
+    ("remote/runner.py", "network"): "asks the machine's kernel about connections; nothing leaves",
     ("remote/checkup.py", "process"): "tries the GPU on the machine, behind the door remote.execute",
     ("remote/checkup.py", "network"): "tries the network on the machine, behind the door remote.execute",
     ("lifecycle/renting/sshkeys.py", "process"): "ssh-keygen, which makes the key",
