@@ -13,7 +13,7 @@ import pytest
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import UnexpectedReply
 from gpu_skills.lifecycle import intents, machines, runs
-from gpu_skills.lifecycle.books import accounting, lives
+from gpu_skills.lifecycle.books import accounting, charged, lives
 from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.providers.base import Charge
@@ -80,11 +80,11 @@ def test_a_whole_life_is_what_the_vendor_bills_to_the_cent(rig, vendor):
     accounting.close(r.op, hand.machine)
     assert set(kinds(r)) == {"setup", "idle", "storage"}
     assert abs(booked(r) - r.billed_usd()) < Decimal("0.05"), "an estimate, and no bad one"
-    assert accounting.correct(r.op, hand.machine) == [], "the vendor may still write charges"
+    assert charged.correct(r.op, hand.machine) == [], "the vendor may still write charges"
     r.clock.sleep(1200)
-    accounting.correct(r.op, hand.machine)
+    charged.correct(r.op, hand.machine)
     assert abs(booked(r) - r.billed_usd()) < Decimal("0.00001")
-    assert accounting.correct(r.op, hand.machine) == accounting.close(r.op, hand.machine) == []
+    assert charged.correct(r.op, hand.machine) == accounting.close(r.op, hand.machine) == []
 
 
 def test_booking_again_at_any_time_adds_nothing(rig, vendor):
@@ -199,9 +199,9 @@ def test_traffic_that_only_the_provider_knows_becomes_bandwidth(rig, vendor):
     destroy(r, hand)
     accounting.close(r.op, hand.machine)
     r.clock.sleep(1200)
-    rows = accounting.compare(r.op, vendor, r.clock.now() - timedelta(hours=2), r.clock.now())
+    rows = charged.compare(r.op, vendor, r.clock.now() - timedelta(hours=2), r.clock.now())
     assert {(row.kind, row.is_complete) for row in rows} == {("time", True), ("traffic", True)}
-    accounting.correct(r.op, hand.machine)
+    charged.correct(r.op, hand.machine)
     assert kinds(r)["bandwidth"] == pytest.approx(0.5, abs=0.01)
     assert abs(booked(r) - r.billed_usd()) < Decimal("0.00001")
 
@@ -214,7 +214,7 @@ def test_a_provider_that_shows_no_charge_at_all_corrects_nothing(rig, vendor):
     accounting.close(r.op, hand.machine)
     r.clock.sleep(1200)
     before = booked(r)
-    assert before > 0 and accounting.correct(r.op, hand.machine, charges=[]) == [] and booked(r) == before
+    assert before > 0 and charged.correct(r.op, hand.machine, charges=[]) == [] and booked(r) == before
 
 
 def test_a_run_is_settled_at_what_it_came_to_and_its_money_is_free(rig, vendor):
@@ -233,7 +233,7 @@ def test_a_run_is_settled_at_what_it_came_to_and_its_money_is_free(rig, vendor):
     seen = budget.books(other.project, other.op.ledger, r.clock, r.op.environ)
     assert seen.spent.day_usd == booked(r)
     r.clock.sleep(1200)
-    accounting.correct(r.op, hand.machine)
+    charged.correct(r.op, hand.machine)
     seen = budget.books(other.project, other.op.ledger, r.clock, r.op.environ)
     assert seen.spent.day_usd == booked(r), "what was corrected is settled anew"
 
@@ -305,7 +305,7 @@ def test_every_line_is_what_the_schema_allows(rig, vendor):
     destroy(r, hand)
     accounting.close(r.op, hand.machine)
     r.clock.sleep(1200)
-    accounting.correct(r.op, hand.machine)
+    charged.correct(r.op, hand.machine)
     found = [json.loads(line) for line in r.op.ledger.charges.read_text().splitlines()]
     assert len(found) >= 3 and [schemas.problems(line, "charges") for line in found] == [[]] * len(found)
     assert len({line["id"] for line in found}) == len(found)
@@ -335,8 +335,8 @@ def gone(r, lived_s: float = 1200) -> ByHand:
 
 
 def charges_of(r, hand, change) -> list[Charge]:
-    begun = accounting.began(r.op, hand.machine)
-    return change(accounting.charges_between(r.op, r.vendor, begun, r.clock.now()))
+    begun = charged.began(r.op, hand.machine)
+    return change(charged.charges_between(r.op, r.vendor, begun, r.clock.now()))
 
 
 def times(factor: str):
@@ -362,11 +362,11 @@ def test_charges_that_cannot_be_true_are_not_booked_and_asked_for_again(rig, ven
     hand = gone(r)
     before = booked(r)
     with pytest.raises(UnexpectedReply, match=what):
-        accounting.correct(r.op, hand.machine, charges_of(r, hand, lie))
-    assert booked(r) == before and accounting.is_due(r.op, hand.machine)
-    accounting.correct(r.op, hand.machine)
+        charged.correct(r.op, hand.machine, charges_of(r, hand, lie))
+    assert booked(r) == before and charged.is_due(r.op, hand.machine)
+    charged.correct(r.op, hand.machine)
     assert abs(booked(r) - r.billed_usd()) < Decimal("0.00001")
-    assert not accounting.is_due(r.op, hand.machine)
+    assert not charged.is_due(r.op, hand.machine)
 
 
 def test_charges_that_cannot_be_true_are_a_finding_of_reconcile(rig, vendor, monkeypatch):
@@ -390,14 +390,14 @@ def test_a_correction_whose_writer_died_before_the_run_was_settled_reaches_the_c
     with monkeypatch.context() as dying:
         dying.setattr(accounting, "settle_anew", lambda op, machine: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            accounting.correct(r.op, hand.machine, dearer)
+            charged.correct(r.op, hand.machine, dearer)
     other = r.another(tmp_path / "other")
 
     def seen_by_others() -> Decimal:
         return budget.books(other.project, other.op.ledger, r.clock, r.op.environ).spent.day_usd
 
     assert seen_by_others() < booked(r)
-    assert accounting.correct(r.op, hand.machine, dearer) == []
+    assert charged.correct(r.op, hand.machine, dearer) == []
     assert seen_by_others() == booked(r)
 
 

@@ -16,7 +16,7 @@ from gpu_skills.errors import ModeForbids, UnexpectedReply, UsageError
 from gpu_skills.units import counted, format_duration, format_usd, json_number, usd
 
 if TYPE_CHECKING:
-    from gpu_skills.lifecycle.books.accounting import Row
+    from gpu_skills.lifecycle.books.charged import Row
 
 GROUPS = ("provider", "model", "status", "day", "kind")
 MAX_MACHINES = 100
@@ -76,9 +76,9 @@ def spend(
 
 
 def _without_traffic(context: Context, since: datetime | None) -> list[str]:
-    from gpu_skills.lifecycle.books import accounting
+    from gpu_skills.lifecycle.books import charged
 
-    return [machine.id for machine in accounting.without_traffic(context.project, since)]
+    return [machine.id for machine in charged.without_traffic(context.project, since)]
 
 
 def _moment(since: str) -> datetime:
@@ -93,20 +93,20 @@ def _compared(context: Context, since: datetime | None, *, correct: bool) -> dic
     """Our books beside those of every provider that we have a key of."""
     from gpu_skills.cli.reconcile import known_providers
     from gpu_skills.lifecycle import machines
-    from gpu_skills.lifecycle.books import accounting
+    from gpu_skills.lifecycle.books import charged
 
     op, now = context.operator, context.clock.now()
     since = since or now - COMPARED_BACK
     rows: list[Row] = []
     corrected = 0
     for provider in known_providers(context):
-        found = accounting.compare(op, provider, since, now)
+        found = charged.compare(op, provider, since, now)
         if correct:
             due = [machines.find(op.project, row.machine_id) for row in found if row.machine_id and not row.is_even]
             for machine in {m.id: m for m in due if m is not None}.values():
                 with contextlib.suppress(UnexpectedReply):  # its row says what cannot be true
-                    corrected += len(accounting.correct(op, machine))
-            found = accounting.compare(op, provider, since, now) if corrected else found
+                    corrected += len(charged.correct(op, machine))
+            found = charged.compare(op, provider, since, now) if corrected else found
         rows += found
     own = [row for row in rows if row.machine_id is not None]
     others = [row for row in rows if row.machine_id is None]

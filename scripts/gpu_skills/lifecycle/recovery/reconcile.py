@@ -27,7 +27,7 @@ from gpu_skills.errors import (
     UsageError,
 )
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
-from gpu_skills.lifecycle.books import accounting
+from gpu_skills.lifecycle.books import accounting, charged
 from gpu_skills.lifecycle.ending import ownership, release
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -546,23 +546,23 @@ class _Pass:
             release.finish_books(self.op, machine)
             accounting.close(self.op, machine)
             self.booked += len(accounting.lines_of(self.op, machine.id)) - before
-            if not accounting.is_corrected(self.op, machine):  # also what a pass that died has booked
+            if not charged.is_corrected(self.op, machine):  # also what a pass that died has booked
                 accounting.settle_anew(self.op, machine)
-            if accounting.is_due(self.op, machine):
+            if charged.is_due(self.op, machine):
                 due.append(machine)
         if due:
             self._correct(due)
 
     def _correct(self, due: list[Machine]) -> None:
-        since = min(accounting.began(self.op, machine) for machine in due)
+        since = min(charged.began(self.op, machine) for machine in due)
         try:
-            charges = accounting.charges_between(self.op, self.provider, since, self.op.clock.now())
+            charges = charged.charges_between(self.op, self.provider, since, self.op.clock.now())
         except GpuError as exc:  # a key may not be allowed to read them: the books stay estimates
             self._say("charges_unread", f"the charges of {self.provider} cannot be read: {exc.message}")
             return
         for machine in due:
             try:
-                written = accounting.correct(self.op, machine, charges)
+                written = charged.correct(self.op, machine, charges)
             except UnexpectedReply as exc:
                 self._say("charges_doubtful", f"{exc.message}; not booked, and asked again", machine=machine)
                 continue
