@@ -318,6 +318,17 @@ def test_reconcile_ends_what_is_protected_as_a_sentinel_does(rig):
     assert machines.find(r.project, machine.id).status == "stopped" and r.burning()
 
 
+def test_reconcile_says_of_a_protected_machine_that_a_stop_would_empty_that_it_bills_on(rig):
+    r = rig("runpod")
+    machine = rent(r, machine_class="job", hours=1, keeps=False)
+    machines.update(r.project, machine.id, lambda m: replace(m, conditions=("protected",)))
+    r.sandbox.advance(HOUR)
+    (kept,) = [found for found in reconcile.run(r.op, ["runpod"]).findings if found.what == "kept"]
+    assert kept.text.startswith("ready, past its deadline") and "a stop would lose its disk" in kept.text
+    assert [event for event, subject, _ in r.notices if subject == machine.id] == ["recovery"]
+    assert r.calls("destroy") + r.calls("action") == 0 and r.burning()
+
+
 def gpu(hour: int, minutes: int, usd: str) -> Charge:
     begun = datetime(2026, 3, 1, hour, 0, tzinfo=UTC)
     return Charge("runpod", "1", "gpu", Decimal(usd), begun, begun + timedelta(minutes=minutes))
