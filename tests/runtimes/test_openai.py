@@ -255,7 +255,8 @@ def test_vllm_is_started_on_loopback_without_a_key_in_its_arguments():
     )
     assert service.command == (
         "vllm", "serve", "Qwen/Qwen3-8B", "--host", "127.0.0.1", "--port", "8000", "--served-model-name", "qwen",
-        "--gpu-memory-utilization", "0.5", "--revision", "abc", "--tensor-parallel-size", "2", "--max-model-len", "4096",
+        "--gpu-memory-utilization", "0.5", "--revision", "abc", "--tensor-parallel-size", "2",
+        "--max-model-len", "4096",
     )  # fmt: skip
     assert service.key_variable == "VLLM_API_KEY" and service.serves_llm
     assert service.env["HF_HOME"] == "/workspace/cache/huggingface"
@@ -278,7 +279,21 @@ def test_a_command_of_one_s_own_is_filled_in_and_quoted_for_its_shell():
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("piece", [1, 2, 3, 1000])
 def test_events_are_the_same_however_they_are_cut(newline, piece):
-    lines = [": note", "", "data: one", "", "event: x", "id: 5", "data:two", "data: three", "", "", "data: läuft", "", ""]
+    lines = [
+        ": note",
+        "",
+        "data: one",
+        "",
+        "event: x",
+        "id: 5",
+        "data:two",
+        "data: three",
+        "",
+        "",
+        "data: läuft",
+        "",
+        "",
+    ]
     text = newline.join(lines)
     data, reader = text.encode(), SseReader()
     found = [event for start in range(0, len(data), piece) for event in reader.feed(data[start : start + piece])]
