@@ -35,7 +35,8 @@ class DemoFailed(Failed):
 def demo(context: Context, directory: Path | None, seconds: int | None, rent: bool) -> Output:
     """Train a small character-level language model as a job. Needs no account, costs nothing.
 
-    On this machine; with --rent through the whole life of a rented one, in the sandbox, where no money is real.
+    On this machine; with --rent through the whole life of a rented one, in the sandbox, where no money is real: about a
+    minute. The very first gpu command on a computer takes longer: it builds its environment.
     """
     with contextlib.redirect_stdout(sys.stderr) if context.json else contextlib.nullcontext():
         if rent:
@@ -51,6 +52,7 @@ class Demo:
     def __init__(self, context: Context, home: Path):
         self.context = context
         self.home = home
+        self.clock = context.clock
         self.source = home / "train-charlm"
 
     @classmethod
@@ -72,7 +74,7 @@ class Demo:
 
     def inner(self) -> Context:
         """A command's world, as it is when a user types one in the demo's directory."""
-        return Context(cwd=self.home, environ=self.context.environ, clock=self.context.clock)
+        return Context(cwd=self.home, environ=self.context.environ, clock=self.clock)
 
     def title(self, text: str) -> None:
         print(f"\n── {text}", flush=True)

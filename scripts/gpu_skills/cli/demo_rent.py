@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from typing import Any
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.demo import Demo, DemoFailed
 from gpu_skills.cli.output import Output
+from gpu_skills.clock import Clock
 from gpu_skills.units import format_usd
 
+if TYPE_CHECKING:
+    from gpu_skills.sandbox.client import Running
+
 PROVIDER = "vast"
+# Shorter waits are for something real, such as a machine's SSH server.
+LONG_WAIT_S = 20.0
 
 
 def rent_a_machine(context: Context, demo: Demo) -> Output:
@@ -28,8 +35,33 @@ def rent_a_machine(context: Context, demo: Demo) -> Output:
             demo.step("end of the sandbox", "sandbox", "down")
 
 
+class VendorTime:
+    """Real time, but for long waits: nothing real happens in them, so the sandbox's clock is moved through them."""
+
+    def __init__(self, clock: Clock, sandbox: Running):
+        self._clock, self._sandbox = clock, sandbox
+        self._ahead_s = 0.0
+
+    def now(self) -> datetime:
+        return self._clock.now() + timedelta(seconds=self._ahead_s)
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic() + self._ahead_s
+
+    def sleep(self, seconds: float) -> None:
+        if seconds < LONG_WAIT_S:
+            self._clock.sleep(seconds)
+            return
+        self._sandbox.ask("POST", "clock", {"advance_s": seconds})
+        self._ahead_s += seconds
+
+
 def _story(demo: Demo) -> Output:
+    from gpu_skills.cli.sandbox import directory_of
+    from gpu_skills.sandbox import client
+
     sandbox = "--sandbox"
+    demo.clock = VendorTime(demo.clock, client.require(directory_of(demo.home)))
     demo.step("make a project", sandbox, "init", "--jobs", "--provider", PROVIDER, "--min-vram-gb", "24")
     demo.step("what is for rent, and what it would really cost", sandbox, "offers", "--provider", PROVIDER)
     demo.step(
@@ -46,7 +78,8 @@ def _story(demo: Demo) -> Output:
         *(sandbox, "approve", name, "--statement", "the demo may rent in the sandbox"),
     )
     demo.step(
-        "rent, arm the fuse, send, run, collect and verify, destroy, and watch until it is proven gone",
+        "rent, arm the fuse, send, run, collect and verify, destroy, and watch until it is proven gone: that takes a"
+        " minute or more, and here the sandbox's clock is moved through it",
         *(sandbox, "job", "run", "--plan", name),
     )
     inner = demo.inner()
