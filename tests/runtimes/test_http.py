@@ -132,6 +132,10 @@ def run(http, painter, sink, model=None, **inputs):
     return http.run(Endpoint(painter.url, KEY), Request("J-000009", model, inputs, timeout_s=20), sink)
 
 
+def data_address(data):
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
 def test_the_record_of_such_a_model_is_valid():
     schemas.check(record(result="base64", pointer="/images/0"), "models", file="record", next_step="-")
 
@@ -155,10 +159,10 @@ def test_a_header_cannot_be_broken_by_an_input(http, painter, sink):
     ("described", "reply"),
     [
         ({"result": "base64", "pointer": "/images/0"}, lambda p: {"images": [base64.b64encode(p).decode()]}),
-        ({"result": "base64", "pointer": "/a~1b/url"}, lambda p: {"a/b": {"url": "data:image/png;base64," + base64.b64encode(p).decode()}}),
+        ({"result": "base64", "pointer": "/a~1b/url"}, lambda p: {"a/b": {"url": data_address(p)}}),
     ],
     ids=["base64", "data address"],
-)  # fmt: skip
+)
 def test_a_result_inside_json_is_taken_out(http, painter, sink, described, reply):
     painter.reply = lambda picture: json.dumps(reply(picture)).encode()
     result = run(http, painter, sink, ModelManifest.of(record(**described)), prompt="x")
