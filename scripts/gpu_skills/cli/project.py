@@ -9,7 +9,7 @@ import click
 from gpu_skills.cli.base import command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.durations import DURATION
-from gpu_skills.cli.output import Output, table
+from gpu_skills.cli.output import Output
 from gpu_skills.units import format_usd, json_number, usd
 
 ABANDON = click.option(
@@ -189,22 +189,6 @@ def machine_line(document: dict[str, Any]) -> str:
     gpu = f"{document['gpu_count']} × {document['gpu']}" if document["gpu_count"] else "no GPU"
     where = f"{document['provider']} {document['host']}"
     return f"{document['id']}  {where}  {document['status']}  {gpu}  {format_usd(document['rate_usd_hr'])}/h"
-
-
-def machine_table(documents: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            d["id"],
-            d["provider"],
-            d["host"],
-            d["status"],
-            f"{d['gpu_count']} × {d['gpu']}" if d["gpu_count"] else "-",
-            f"{d['vram_gb']:g}" if d["vram_gb"] else "-",
-            format_usd(d["rate_usd_hr"]),
-        ]
-        for d in documents
-    ]
-    return table(rows, ["MACHINE", "PROVIDER", "HOST", "STATUS", "GPU", "VRAM_GB", "USD/H"])
 
 
 def _next_step(running: list[str], waiting: list[str], found: list[dict[str, Any]]) -> str:
