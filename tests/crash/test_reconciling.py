@@ -12,6 +12,7 @@ from crash.deaths import RECOVERIES, Stage, each_death, made_good
 from gpu_skills.lifecycle import intents
 from gpu_skills.lifecycle.recovery import reconcile
 from lifecycle.conftest import make_sandbox, rig
+from renting import play_machines
 from run_by_hand import ByHand, job
 
 __all__ = ["make_sandbox", "rig"]
@@ -81,6 +82,8 @@ AFTER = {never_sent: (0, 25 * 3600)}
 
 def reconciling(rig: Any, vendor: str, home: Path, find: Callable[[Any], ByHand]) -> Stage:
     r = rig(vendor, home=home, containers=False)
+    if find is missing:  # what it has of jobs is asked of the machine itself
+        play_machines(r)
     find(r)
     r.clock.sleep(5)
 
