@@ -39,10 +39,6 @@ class Credential:
         digest = hashlib.sha256(f"gpu-skills account\0{self.provider}\0{self.value}".encode()).hexdigest()
         return f"{self.provider}-{digest[:16]}"
 
-    @property
-    def is_sandbox(self) -> bool:
-        return self.value.startswith("sbx_")
-
 
 def provider_key(provider: str, project_root: Path | None, environ: Mapping[str, str]) -> Credential | None:
     """The key of `vast` or `runpod`, or None. ConfigError for a value that cannot be a key; it is never shown."""
