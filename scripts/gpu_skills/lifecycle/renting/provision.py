@@ -129,6 +129,7 @@ def _bound(op: Operator, name: str, plan: Plan, approval: Approval, run: Run | N
         raise ApprovalUsed(reason=f"approval {run.approval_id} was used: its run is {run.state}")
     if run is not None and (run.state == "won" or not run.is_settled):
         return run
+    runs.require_readable(op)
     receipts.require_recent(op, plan.provider, creation.fuse_action(op, plan))
     account = op.account(plan.provider)
     budget.reserve(

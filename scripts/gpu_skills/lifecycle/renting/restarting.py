@@ -105,6 +105,7 @@ class _Start:
         ownership.require_ours(op, self.machine, shown)
         if not has_begun and shown.status != "stopped":
             raise ApprovalInvalid(reason=f"{self.machine.id} is {shown.status}, not stopped: it needs no start")
+        runs.require_readable(op)
         receipts.require_recent(op, self.machine.provider, creation.fuse_action(op, self.plan))
         self._reserve()
         before = self._before()
