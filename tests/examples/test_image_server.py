@@ -90,8 +90,8 @@ def test_its_code_is_python_3_8_without_anything_installed(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        ({"width": 15}, "width"), ({"width": 513}, "width"), ({"height": 10**30}, "height"), ({"height": 4.0}, "height"),
-        ({"width": True}, "width"), ({"width": "64"}, "width"), ({"steps": 0}, "steps"), ({"steps": 9}, "steps"),
+        ({"width": 15}, "width"), ({"width": 513}, "width"), ({"width": True}, "width"), ({"width": "64"}, "width"),
+        ({"height": 10**30}, "height"), ({"height": 4.0}, "height"), ({"steps": 0}, "steps"), ({"steps": 9}, "steps"),
         ({"seed": -1}, "seed"), ({"seed": 2**32}, "seed"), ({"seed": None}, "seed"), ({"prompt": ""}, "prompt"),
         ({"prompt": "x" * 1001}, "prompt"), ({"prompt": 5}, "prompt"), ({"negative": "y"}, "unknown_field"),
     ],
