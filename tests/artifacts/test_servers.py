@@ -164,6 +164,19 @@ def test_a_signed_url_opens_one_object_for_one_size_and_no_other(seaweed, monkey
     assert store.get("another", max_bytes=9) is None
 
 
+def test_a_signed_url_of_a_new_object_records_its_hash_and_replaces_nothing(seaweed, monkeypatch):
+    name_in_environment(monkeypatch, seaweed)
+    store = S3Store("tests")
+    digest = hashlib.sha256(b"12345").hexdigest()
+    put = store.presign("new", "PUT", expires_in_s=600, size=5, sha256=digest)
+    without = {name: value for name, value in put.headers.items() if name != "If-None-Match"}
+    assert _send(put.url, without, b"12345") == 403
+    assert _send(put.url, put.headers, b"12345") == 200
+    assert store.head("new").sha256 == digest
+    assert _send(put.url, put.headers, b"54321") == 412
+    assert store.get("new", max_bytes=9)[0] == b"12345"
+
+
 def _send(url: str, headers: dict[str, str], body: bytes) -> int:
     request = urllib.request.Request(url, data=body, method="PUT", headers=headers)
     try:

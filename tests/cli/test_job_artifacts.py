@@ -96,3 +96,57 @@ def test_no_key_of_the_store_reaches_the_job_or_a_record(project, gpu, s3):
     assert secret.encode() not in s3.content(s3.keys()[0])
     for path in (project / ".pi").rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes()
+
+
+# from the machine straight to the bucket ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Of 5 MiB, the smallest that S3 takes."""
+    from gpu_skills.artifacts.s3 import S3Store
+    from gpu_skills.jobs import direct
+
+    monkeypatch.setattr(direct, "PART_BYTES", 6 << 20)
+    monkeypatch.setattr(S3Store.__init__, "__kwdefaults__", {"notes": None, "part_bytes": 5 << 20})
+
+
+def test_a_machine_sends_its_outputs_itself_and_read_back_they_count_as_collected(project, gpu, s3, small_parts):
+    makes = MAKES + "; head -c 12000000 /dev/urandom > $GPU_OUTPUT_DIR/large; : > $GPU_OUTPUT_DIR/empty"
+    assert gpu("job", "run", "--no-pull", "--", makes).exit_code == 0
+    refused = gpu("destroy", "--json")
+    assert refused.exit_code == 3 and refused.error["code"] == "not_collected"
+
+    s3.application.requests.clear()
+    result = gpu("job", "artifacts", "--to", f"{s3.uri}/runs", "--direct", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = result.document
+    assert (document["pushed"]["files"], document["kept"], document["collected"]) == (4, False, False)
+    assert [f["local"] for f in document["files"]] == [None] * 4 and not (project / "gpu-outputs").exists()
+    assert gpu("destroy", "--json").exit_code == 3, "nobody has read it back yet"
+
+    result = gpu("job", "artifacts", "--verify", "--json")
+    assert result.document["verified"] == 4 and result.document["kept"]
+    assert gpu("destroy", "--json").exit_code == 0
+    for path in (project / ".pi").rglob("*"):
+        assert not path.is_file() or b"X-Amz-Signature" not in path.read_bytes(), path
+
+
+def test_a_machine_that_was_cut_off_goes_on_with_the_parts_that_are_there(project, gpu, s3, small_parts):
+    assert gpu("job", "run", "--no-pull", "--", "head -c 12000000 /dev/urandom > $GPU_OUTPUT_DIR/large").exit_code == 0
+    s3.application.fault = lambda request: 403 if request.query.get("partNumber") == "2" else None
+    result = gpu("job", "artifacts", "--to", s3.uri, "--direct", "--json")
+    assert result.exit_code == 1 and result.error["code"] == "transfer_incomplete" and "403" in result.error["message"]
+    assert "X-Amz" not in result.stdout + result.stderr
+    s3.application.fault = None
+    s3.application.requests.clear()
+    assert gpu("job", "artifacts", "--to", s3.uri, "--direct", "--verify", "--json").document["kept"]
+    assert [r.query["partNumber"] for r in s3.application.requests if r.is_part] == ["2"]
+
+
+def test_a_job_that_runs_or_a_store_that_is_no_bucket_is_refused(project, gpu, s3, tmp_path):
+    assert gpu("job", "run", "--detach", "--", "sleep 300").exit_code == 0
+    assert gpu("job", "artifacts", "--to", s3.uri, "--direct", "--json").error["code"] == "job_running"
+    assert gpu("job", "cancel").exit_code == 0
+    assert gpu("job", "artifacts", "--to", "file:///tmp/x", "--direct", "--json").exit_code == 2
+    assert gpu("job", "artifacts", "--direct", "--json").exit_code == 2

@@ -207,23 +207,33 @@ class S3Store:
     # machine → store -------------------------------------------------------------------------------------------------
 
     def presign(
-        self, key: str, method: str, *, expires_in_s: int, size: int | None = None, part: tuple[str, int] | None = None
+        self,
+        key: str,
+        method: str,
+        *,
+        expires_in_s: int,
+        size: int | None = None,
+        sha256: str | None = None,
+        part: tuple[str, int] | None = None,
     ) -> Presigned:
         """A URL with which a machine that has no key may PUT or GET one object, or one part of an upload.
 
-        size: exactly so many bytes and no others. part: (upload id, number). It ends with the credential that signs it,
-        if that ends earlier.
+        size: exactly so many bytes and no others. sha256: what is recorded with a new object, which then replaces none.
+        part: (upload id, number). It ends with the credential that signs it, if that ends earlier.
         """
         asked: dict[str, Any] = {"Bucket": self.bucket, "Key": require_key(key)}
         operation = {"PUT": "put_object", "GET": "get_object"}[method]
+        # Named, since what a program says of a body by itself makes some servers read a form.
+        headers = {} if method == "GET" else {"Content-Type": "application/octet-stream"}
         if part is not None:
             operation = "upload_part"
             asked |= {"UploadId": part[0], "PartNumber": part[1]}
-        # Named, since what a program says of a body by itself makes some servers read a form.
-        headers = {} if method == "GET" else {"Content-Type": "application/octet-stream"}
         if size is not None:
             asked["ContentLength"] = size
             headers["Content-Length"] = str(size)
+        if sha256 is not None:
+            asked |= {"Metadata": {SHA256: sha256}, "IfNoneMatch": "*"}
+            headers |= {f"x-amz-meta-{SHA256}": sha256, "If-None-Match": "*"}
         expires_in_s = max(1, min(expires_in_s, MAX_PRESIGNED_S))
         with translated(self.name):
             url = self._client.generate_presigned_url(operation, Params=asked, ExpiresIn=expires_in_s)
@@ -237,14 +247,22 @@ class S3Store:
             )
         return answer["UploadId"]
 
+    def upload_under_way(self, key: str, size: int, sha256: str) -> tuple[Upload, dict[int, tuple[str, int]]]:
+        """An upload of this content, with (ETag, bytes) of its parts by number: one that was begun, else a new one."""
+        self._ready()
+        return self._upload(require_key(key), size, sha256)
+
     def complete_upload(self, key: str, upload_id: str) -> Stored | None:
         """Put together what arrived, unless there is an object of that name already (None)."""
+        self._ready()
         try:
             arrived = self._arrived(key, upload_id)
             tags = {number: etag for number, (etag, _) in arrived.items()}
-            return self._complete(key, upload_id, tags, {"IfNoneMatch": "*"}, sum(n for _, n in arrived.values()))
+            stored = self._complete(key, upload_id, tags, {"IfNoneMatch": "*"}, sum(n for _, n in arrived.values()))
         except (Lost, NoUpload):
             return None
+        self._uploads.drop(self.uri_of(key))
+        return stored
 
     # how -------------------------------------------------------------------------------------------------------------
 

@@ -280,7 +280,7 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
     folder = JobFolder(context.project, line["id"])
     if folder.log.exists():
         return _kept_log(context, folder, line, tail, offset)
-    link = _link(context, line["id"])
+    link = job_link(context, line["id"])
     project_id = context.project.project_id
     if not follow:
         size = None if offset is not None else (tail * 400 if tail else None)
@@ -343,7 +343,7 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
 def pull(context: Context, job_id: str | None, destination: Path | None, force: bool, since_step: int | None) -> Output:
     """Download what changed into gpu-outputs/<job>, every file verified by SHA-256. Works while the job runs."""
     line = job_line(context, job_id)
-    link = _link(context, line["id"])
+    link = job_link(context, line["id"])
     settle(context, link)
     return pull_outputs(context, link, line["id"], destination=destination, force=force, since_step=since_step)
 
@@ -367,7 +367,7 @@ def cancel(context: Context, job_id: str | None, abandon_outputs: bool) -> Outpu
     line = job_line(context, job_id)
     if not context.ledger.is_open(line):
         return Output(job_document(context, line["id"], None, line), f"{line['id']} had already ended")
-    link = _link(context, line["id"])
+    link = job_link(context, line["id"])
     answer = cancelling.end_on_machine(context.project, context.clock, link, line["id"], wait_s=30)
     settle(context, link)
     document = job_document(context, line["id"], answer)
@@ -525,7 +525,7 @@ def _launch(context: Context, job_id: str | None) -> Any:
     return None if job_id is None else launch.of_job(context.project, job_id)
 
 
-def _link(context: Context, job_id: str) -> Any:
+def job_link(context: Context, job_id: str) -> Any:
     """A link to the machine a job ran on, if that can answer."""
     from gpu_skills.jobs import collect
     from gpu_skills.lifecycle import machines
@@ -546,7 +546,7 @@ def _submission(context: Context, job_id: str) -> dict[str, Any]:
 def _ask(context: Context, job_id: str) -> dict[str, Any] | None:
     from gpu_skills.jobs import observe
 
-    link = _link(context, job_id)
+    link = job_link(context, job_id)
     answer = settle(context, link).get(job_id)
     if answer is not None and answer["state"] == "running" and context.may_write:
         events = observe.sync_events(context.project, link, job_id)

@@ -24,37 +24,48 @@ SHOWN_LINES = 20
 )
 @click.argument("job_id", metavar="[JOB]", required=False)
 @click.option("--to", "uri", metavar="URI", help="Push them there: s3://BUCKET/PREFIX, file:///FOLDER or a path.")
+@click.option("--direct", is_flag=True, help="With --to: from the machine straight to the bucket, without a pull.")
 @click.option("--verify", is_flag=True, help="Read every object back whole and compare its hash.")
-def artifacts(context: Context, job_id: str | None, uri: str | None, verify: bool) -> Output:
+def artifacts(context: Context, job_id: str | None, uri: str | None, direct: bool, verify: bool) -> Output:
     """List what a job left and where it is. Costs nothing; with --to it stores, which your store may bill.
 
     --to sends what was pulled and verified, and of that only what is not there yet; run it again after an interruption.
-    S3 settings are boto3's: AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL_S3 (R2 and others).
+    With --direct the machine sends it, by signed addresses: no key of yours is there. With --verify it then counts as
+    collected for a day. S3 settings are boto3's: AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL_S3 (R2 and others).
     """
     from gpu_skills.cli.job import job_line
-    from gpu_skills.errors import ModeForbids
+    from gpu_skills.errors import ModeForbids, UsageError
     from gpu_skills.jobs.records import JobFolder
 
     line = job_line(context, job_id)
     job = line["id"]
+    if direct and uri is None:
+        raise UsageError("--direct needs --to", next_step="gpu job artifacts --to s3://BUCKET/PREFIX --direct")
     if (uri or verify) and not context.may_write:  # what was seen has to be written down
         raise ModeForbids(
             command=f"gpu job artifacts {'--to' if uri else '--verify'}", mode=context.mode, needed="operate"
         )
-    pushed = None if uri is None else push(context, job, uri)
+    pushed = None if uri is None else push(context, job, uri, is_direct=direct)
+    line = context.ledger.latest(job) or line
     verified = _read_back(context, job) if verify else None
     document = _document(context, JobFolder(context.project, job), line)
     document |= {"pushed": pushed, "verified": verified}
     return Output(document, _text(document))
 
 
-def push(context: Context, job: str, uri: str) -> dict[str, Any]:
-    """Push what was pulled and verified; what that was, for a document."""
+def push(context: Context, job: str, uri: str, *, is_direct: bool = False) -> dict[str, Any]:
+    """Push what was pulled and verified, or let the machine do it; what that was, for a document."""
+    from gpu_skills.cli.job import job_link, settle
     from gpu_skills.cli.progress import byte_bar
-    from gpu_skills.jobs import durable
+    from gpu_skills.jobs import direct, durable
 
     with byte_bar(context, "push", before="comparing", after="recording") as progress:
-        done = durable.push(context.project, context.clock, job, uri, progress=progress)
+        if is_direct:
+            link = job_link(context, job)
+            done = direct.push(context.project, context.clock, link, job, uri, progress=progress)
+            settle(context, link)  # after it, so that the ledger's line can say where the outputs are
+        else:
+            done = durable.push(context.project, context.clock, job, uri, progress=progress)
     return {
         "uri": done.uri,
         "files": done.files,

@@ -81,8 +81,8 @@ def push(project: Project, clock: Clock, job: str, uri: str, *, progress: Progre
             raise NotCollected(jobs=job, next_step=f"gpu job pull {job}", outputs={})
         outputs, left_out = _outputs(folder)
         store, prefix = open_store(uri, base=project.root, notes=folder.path / "uploads.json")
-        home = join(prefix, _home_name(folder))
-        before = _recorded(folder, store.uri_of(home))
+        home = join(prefix, home_name(folder))
+        before = recorded(folder, store.uri_of(home))
         if any(before.get(o.path, {}).get("sha256") != o.sha256 for o in outputs):
             store.probe(prefix)
         tally = _Tally(sum(o.size for o in outputs), progress)
@@ -90,20 +90,15 @@ def push(project: Project, clock: Clock, job: str, uri: str, *, progress: Progre
         try:
             changed = _put_all(store, home, outputs, before, there, tally)
         finally:
-            record = {
-                "uri": store.uri_of(home),
-                "at": timestamp(clock.now()),
-                "files": [there[o.path] for o in outputs if o.path in there],
-                "left_out": left_out[:LEFT_OUT_KEPT],
-            }
-            folder.write("artifacts", record)
+            lines = [there[o.path] for o in outputs if o.path in there]
+            record(folder, clock, store.uri_of(home), lines, left_out, before)
     if changed:
         raise ArtifactChanged(
             what=f"{', '.join(changed[:NAMED])} of {job}",
             reason="the files here are not what was pulled",
             next_step=f"gpu job pull {job} --force, then: gpu job artifacts {job} --to {uri}",
         )
-    return Pushed(record["uri"], len(there), tally.kept, tally.sent_bytes, left_out)
+    return Pushed(store.uri_of(home), len(there), tally.kept, tally.sent_bytes, left_out)
 
 
 def read_back(project: Project, clock: Clock, job: str, *, progress: Progress | None = None) -> int:
@@ -157,13 +152,29 @@ def addresses(folder: JobFolder) -> dict[str, tuple[str, str]]:
     return {f["path"]: (f["sha256"], f["uri"]) for f in record["files"]} if record else {}
 
 
-def _home_name(folder: JobFolder) -> str:
+def home_name(folder: JobFolder) -> str:
     """Not the id alone: each clone of a project counts its jobs from one, and they may share a bucket."""
     nonce = folder.submission().get("nonce")
     return f"{folder.job}-{nonce[:8]}" if isinstance(nonce, str) and nonce.isalnum() else folder.job
 
 
-def _recorded(folder: JobFolder, uri: str) -> dict[str, dict[str, Any]]:
+def record(
+    folder: JobFolder,
+    clock: Clock,
+    uri: str,
+    lines: list[dict[str, Any]],
+    left_out: list[dict[str, str]],
+    before: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Write down what is in a home now. before: what was; a read-back of the same content still stands."""
+    for line in lines:
+        known = before.get(line["path"], {})
+        line["verified_at"] = known.get("verified_at") if known.get("sha256") == line["sha256"] else None
+    at = timestamp(clock.now())
+    folder.write("artifacts", {"uri": uri, "at": at, "files": lines, "left_out": left_out[:LEFT_OUT_KEPT]})
+
+
+def recorded(folder: JobFolder, uri: str) -> dict[str, dict[str, Any]]:
     record = folder.read("artifacts")
     return {f["path"]: f for f in record["files"]} if record and record["uri"] == uri else {}
 
@@ -253,15 +264,10 @@ def _put_all(
         except GpuError as exc:
             failed.append(exc)
             return
-        known = before.get(output.path, {})
-        is_same = was_there and known.get("sha256") == output.sha256
-        there[output.path] = {
-            "path": output.path,
-            "size": output.size,
-            "sha256": output.sha256,
-            "uri": store.uri_of(key),
-            "verified_at": known.get("verified_at") if is_same else None,
-        }
+        line = {"path": output.path, "size": output.size, "sha256": output.sha256, "uri": store.uri_of(key)}
+        there[output.path] = line
+        if not was_there:  # it is another object now than the one that was read back
+            before.pop(output.path, None)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for done in list(map(lambda o: pool.submit(put, o), outputs)):

@@ -18,7 +18,7 @@ from gpu_skills.errors import EXIT_CANCELLED, EXIT_TIMEOUT, ProtocolError, State
 from gpu_skills.jobs import durable
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle.connect import Link
-from gpu_skills.remote.tree import parse_manifest
+from gpu_skills.remote.tree import Entry, parse_manifest
 from gpu_skills.state import journal, quick_check, strict_json
 from gpu_skills.state.job_record import JOB_ID
 from gpu_skills.state.ledger import Ledger
@@ -105,12 +105,17 @@ def tell_end(notify: Notify, line: dict[str, Any]) -> None:
 def outputs_now(project: Project, link: Link, job: str) -> dict[str, Any]:
     """The machine's manifest of a job's outputs as it is now, recorded in jobs/<id>/manifest.json."""
     entries, summary = fetch_manifest(project, link, job)
+    return record_manifest(JobFolder(project, job), entries, summary)
+
+
+def record_manifest(folder: JobFolder, entries: list[Entry], summary: dict[str, Any]) -> dict[str, Any]:
+    """Write down what the machine listed."""
     record = {
         "final": bool(summary.get("final")),
         "files": [{"path": e.display, "bytes": e.size, "sha256": e.sha256} for e in entries if not e.is_dir],
         "skipped": skipped_outputs(summary),
     }
-    JobFolder(project, job).write("manifest", record)
+    folder.write("manifest", record)
     return record
 
 

@@ -221,5 +221,6 @@ _RESULTS: dict[str, dict[str, Check]] = {
     "events": {"next": _count},
     "manifest": {"files": _count, "bytes": _count, "final": _bool, "skipped": _list},
     "stage": {"path": _str},
+    "export": {"sent": _count},
     "cancel": _STATUS_FIELDS,
 }
