@@ -273,19 +273,19 @@ class Boot:
         return _relied_on(self.op, self.machine, await_receipt(link, self.machine))
 
 
-def follow(op: Operator, machine: Machine, *, wait_s: float = RECEIPT_S) -> tuple[Link, Receipt]:
+def follow(op: Operator, machine: Machine, *, wait_s: float | None = None) -> tuple[Link, Receipt]:
     """A conversation with a machine that was made ready before, for more work, and what its fuse says now.
 
     link.machine is the record as it is then: another command may be moving the deadline, first in the fuse, then on
     record. NotReady where work may not rely on the fuse.
     """
+    until = time.monotonic() + (RECEIPT_S if wait_s is None else wait_s)
     link = op.connect(machine)
-    began = time.monotonic()
     try:
         while True:
             link.machine = machines.find(op.project, machine.id) or machine
             receipt = fuse.read_receipt(link, link.machine)
-            if problem_of(receipt, link.machine) is None or time.monotonic() - began >= wait_s:
+            if problem_of(receipt, link.machine) is None or time.monotonic() >= until:
                 return link, _relied_on(op, link.machine, receipt)
             time.sleep(RECEIPT_PAUSE_S)
     except BaseException:
