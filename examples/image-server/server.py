@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 
 from picture import draw
 
@@ -236,6 +237,11 @@ class Server(ThreadingHTTPServer):
 
     def busy(self):
         return Counted(self)
+
+    def server_bind(self):
+        """As a plain TCP server: HTTPServer looks up the host's name here, for minutes where no DNS answers."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
 
     def stop(self, *_):
         """Take nothing new, finish what was begun."""

@@ -17,6 +17,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, islice
 from pathlib import Path
+from socketserver import TCPServer
 
 from model import NOTE_END, Model
 
@@ -320,6 +321,11 @@ class Server(ThreadingHTTPServer):
         self.model, self.key, self.pause_s = model, key, pause_s
         self.places, self.busy = threading.Semaphore(AT_ONCE), Busy()
         self.began, self.is_stopping = int(time.time()), False
+
+    def server_bind(self):
+        """As a plain TCP server: HTTPServer looks up the host's name here, for minutes where no DNS answers."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
 
     def stop(self, *_):
         """Take nothing new, finish what was begun."""

@@ -247,7 +247,9 @@ def test_a_stream_comes_while_it_is_written_and_one_that_nobody_reads_frees_its_
 def test_told_to_end_it_finishes_what_it_began_and_ends_with_0(tmp_path: Path) -> None:
     with start(tmp_path, "--pause", "0.02") as server, ThreadPoolExecutor(1) as pool:
         work = pool.submit(server.ask, "POST", COMPLETE, {**PROMPT, "stream": True, "max_tokens": 60})
+        end = time.monotonic() + 10
         while b"POST" not in server.log.read_bytes():  # a stream is logged at its first byte
+            assert time.monotonic() < end
             time.sleep(0.02)
         server.process.send_signal(signal.SIGTERM)
         assert events(work.result())[-1]["choices"][0]["finish_reason"] == "length"
