@@ -91,7 +91,7 @@ def of_jobs(project: Project, ledger: Ledger, clock: Any) -> dict[str, Callable[
     """What an operator is told of jobs, as the command line tells it."""
     return {
         "running_jobs": lambda machine: gone.running_on(ledger, machine),
-        "unverified": lambda machine: gone.unverified_on(project, ledger, machine),
+        "unverified": lambda machine: gone.unverified_on(project, ledger, machine, now=clock.now()),
         "settle_jobs": lambda machine, why, at=None: gone.end_jobs(project, ledger, clock, machine, why, at=at),
         "jobs_there": lambda link, *, write: readback.jobs_there(project, ledger, clock, link, write=write),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -89,6 +90,30 @@ def test_only_what_a_machine_may_have_counts(rig):
     assert gone.unverified_on(r.project, r.op.ledger, machine.id) == [sent]
     machines.save(r.project, replace(machine, id="m_later", extra={"was": machine.id}))
     assert gone.unverified_on(r.project, r.op.ledger, "m_later") == [sent], "it is the same disk"
+
+
+def test_a_stopped_machine_may_go_once_what_its_job_left_was_read_back_from_elsewhere(rig):
+    r = rig("vast", containers=False)
+    machine = rent(r)
+    job = a_job(r, machine)
+    folder = JobFolder(r.project, job)
+    output = {"path": "a", "sha256": "ab" * 32}
+    folder.write("manifest", {"final": True, "files": [output | {"bytes": 3}]})
+    r.writer.stop(machine.instance_id)
+    r.clock.sleep(60)
+    machine = release.current(r.op, machine)
+
+    def read_back(seconds_ago: float) -> None:
+        at = timestamp(r.clock.now() - timedelta(seconds=seconds_ago))
+        line = output | {"size": 3, "uri": "s3://b/k/a", "verified_at": at}
+        folder.write("artifacts", {"uri": "s3://b/k", "files": [line]})
+
+    asked = lambda: gone.unverified_on(r.project, r.op.ledger, machine.id, now=r.clock.now())  # noqa: E731
+    assert [type(o) for o in jobs_release.gate(r.op, machine)] == [NotCollected] and asked() == [job]
+    read_back(25 * 3600)
+    assert [type(o) for o in jobs_release.gate(r.op, machine)] == [NotCollected] and asked() == [job]
+    read_back(3600)
+    assert jobs_release.gate(r.op, machine) == [] and asked() == []
 
 
 @both

@@ -87,7 +87,8 @@ def push_home(context: Context, job: str) -> dict[str, Any] | None:
     try:
         done = push(context, job, uri)
     except GpuError as exc:
-        say(f"gpu: not pushed to {uri}: {exc.message}; next: gpu job artifacts {job} --to {uri} [{exc.code}]")
+        say(f"gpu: not pushed to {uri}: {exc.message} [{exc.code}]")
+        say(f"next: gpu job artifacts {job} --to {uri}")
         return {"uri": uri, "error": exc.to_dict() | {"details": {}}}
     say(f"{counted(done['files'], 'output')} in {done['uri']}, {format_bytes(done['bytes'])} sent")
     return done
