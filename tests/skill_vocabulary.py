@@ -20,8 +20,10 @@ OUTSIDE = {
     "bash", "python", "python3", "rsync", "ssh", "pip", "torch", "numpy", "nvidia-smi", "cd", "export", "except", "jq",
     "accelerate", "torchrun",
     # ComfyUI: keys of a history entry and of an answer of /prompt; the folder of what others wrote for it
-    "execution_error", "node_errors", "custom_nodes", "libcudart",
+    "execution_error", "node_errors", "custom_nodes", "libcudart", "links", "dmesg", "missing_node_type",
 }  # fmt: skip
+# What servers read, and what a process of one's own finds its request by.
+SERVED = {"VLLM_API_KEY", "LLAMA_API_KEY", "REQUEST_FILE"}
 # `(exit 3, `not_collected`)`: how a skill says what a refusal looks like.
 _EXIT_AND_CODE = re.compile(r"\(exit (\d+), `([\w-]+)`\)")
 
@@ -52,7 +54,7 @@ def variables() -> frozenset[str]:
     served = {"openai_base_url": "u", "openai_api_key": "k"}
     job = job_environment("/r", "p", "J-000001", model_id="m", hf_token="t", copy=(0, 2), resume="c", **served)
     settings = {"GPU_" + key.upper().replace(".", "_") for key in DEFAULTS}
-    return frozenset(job) | settings | {"GPU_MODE", "GPU_PYTHON"}
+    return frozenset(job) | settings | {"GPU_MODE", "GPU_PYTHON"} | SERVED
 
 
 def schema_words(schema: Any) -> Iterator[str]:
