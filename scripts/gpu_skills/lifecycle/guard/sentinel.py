@@ -248,7 +248,7 @@ def decide(
 
 def _of_protected(seen: Instance) -> Decision:
     burn = "an unknown amount" if seen.burn_usd_hr is None else f"{format_usd(seen.burn_usd_hr)}/h"
-    ends = "only a person ends it: gpu machine destroy says what that takes"
+    ends = "only a person ends it, with what gpu machine destroy then asks for"
     if seen.status == "stopped" and not seen.is_interruptible:
         return Decision("keep", "it is protected", f"protected, past its deadline, and its disk costs {burn}: {ends}")
     if ownership.may_be_stopped(seen) and ownership.workspace_survives(seen):

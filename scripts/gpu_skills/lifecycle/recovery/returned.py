@@ -99,7 +99,7 @@ def _is_back(op: Operator, machine: Machine, receipt: Receipt, gpus: list[Any]) 
 
 def give_up_step(machine: Machine) -> str:
     return (
-        f"gpu reconcile --provider {machine.provider} --adopt to try again; to lose what it has: "
+        f"gpu reconcile --provider {machine.provider} --adopt; or, to lose what it has: "
         f"gpu machine destroy {machine.id} --abandon-outputs {machine.id}"
     )
 
