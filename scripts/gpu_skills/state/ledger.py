@@ -341,7 +341,8 @@ class Ledger:
             schemas.check(line, "jobs", file=name, next_step=f"correct {name} and give it again")
         if line["id"] == _LAST_ID:
             raise UsageError(
-                f"{name}: {_LAST_ID} would leave no id for the next job", next_step="gpu ledger append, without an id in the line"
+                f"{name}: {_LAST_ID} would leave no id for the next job",
+                next_step="gpu ledger append, without an id in the line",
             )
         return line
 
