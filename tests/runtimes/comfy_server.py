@@ -471,6 +471,10 @@ def _handler_of(server: ComfyServer) -> type[BaseHTTPRequestHandler]:
                 ]
                 system = {"os": "posix", "comfyui_version": "0.9.2", "pytorch_version": "2.8.0"}
                 self._answer(200, {"system": system, "devices": devices})
+            elif parts.path == "/object_info":
+                self._answer(
+                    200, {kind: {"input": {"required": {key: [] for key in names}}} for kind, names in KNOWN.items()}
+                )
             elif parts.path == "/internal/logs/raw" and server.faults.log:
                 entries = [{"t": "2026-11-30T00:00:00", "m": line} for line in server.faults.log.splitlines(True)]
                 self._answer(200, {"entries": entries, "size": {"cols": 80, "rows": 24}})

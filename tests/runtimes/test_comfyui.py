@@ -37,8 +37,8 @@ def request(identity="J-000001", workflow=None, **inputs) -> Request:
     return Request(identity, MODEL, inputs, workflow or text_to_image(), timeout_s=20)
 
 
-def model_with_test(workflow=None) -> ModelManifest:
-    return ModelManifest("tiny", "comfyui", test=Trial(workflow=workflow or text_to_image(), timeout_s=20))
+def model_with_test(workflow=None, **inputs) -> ModelManifest:
+    return ModelManifest("tiny", "comfyui", test=Trial(inputs, workflow=workflow or text_to_image(), timeout_s=20))
 
 
 def names(events: list[Event]) -> list[str]:
@@ -317,7 +317,7 @@ def test_facts_are_queue_devices_version_and_nodes_that_did_not_load(comfyui, en
 
 
 def test_a_test_generation_that_comes_back_proves_it_with_its_hash(comfyui, endpoint, sink):
-    proof = comfyui.test_generation(endpoint, model_with_test(), sink)
+    proof = comfyui.test_generation(endpoint, model_with_test(seed=5), sink)
     wanted = png(32, 24, 5, "a lighthouse|blurry")
     assert proof.succeeded
     assert proof.evidence == {
@@ -328,12 +328,28 @@ def test_a_test_generation_that_comes_back_proves_it_with_its_hash(comfyui, endp
 def test_a_template_that_is_up_and_broken_is_not_ready_and_quotes_module_and_node(comfyui, endpoint, sink, server):
     workflow = text_to_image()
     workflow["8"]["class_type"] = "FancyDecode"
+    workflow["5"]["class_type"] = "FancyLatent"
     server.faults.log = IMPORT_LOG
     assert comfyui.health(endpoint).state == "ready"
     proof = comfyui.test_generation(endpoint, model_with_test(workflow), sink)
     assert not proof.succeeded
     assert "ComfyUI-Fancy: No module named 'comfy_api.latest'" in proof.detail
-    assert "node 8 (FancyDecode)" in proof.detail
+    assert "nodes that are not there: FancyDecode, FancyLatent" in proof.detail
+    assert proof.evidence["import_failures"][0]["module"] == "comfy_api.latest"
+
+
+def test_a_test_generation_draws_anew_each_time(comfyui, endpoint, sink):
+    proofs = [comfyui.test_generation(endpoint, model_with_test(), sink) for _ in "ab"]
+    assert all(proof.succeeded for proof in proofs)
+    assert proofs[0].evidence["sha256"] != proofs[1].evidence["sha256"]
+
+
+def test_without_a_log_that_is_served_the_missing_nodes_are_still_named(comfyui, endpoint, sink):
+    workflow = text_to_image()
+    workflow["8"]["class_type"] = "FancyDecode"
+    assert comfyui.missing_nodes(endpoint, workflow) == ["FancyDecode"]
+    proof = comfyui.test_generation(endpoint, model_with_test(workflow), sink)
+    assert "node 8 (FancyDecode): Node 'FancyDecode' not found" in proof.detail
 
 
 @pytest.mark.parametrize(

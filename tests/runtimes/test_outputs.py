@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_skills.errors import OutputTooLarge
+from gpu_skills.errors import NotWritable, OutputTooLarge
 from gpu_skills.runtimes.outputs import FolderSink, look, mime_of, safe_name
 from runtimes.comfy_server import png
 
@@ -55,6 +55,12 @@ def test_the_limit_is_for_all_outputs_together_and_for_their_number(tmp_path):
     put(few, "a", b"x")
     with pytest.raises(OutputTooLarge):
         few.take("b")
+
+
+def test_a_folder_that_cannot_be_is_one_line_and_no_traceback(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotWritable):
+        FolderSink(tmp_path / "file" / "o").take("a")
 
 
 def test_bytes_and_hash_are_those_of_the_file(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_skills import schemas
-from gpu_skills.errors import GpuError, InputInvalid, WorkflowInvalid
+from gpu_skills.errors import ConfigError, GpuError, InputInvalid, WorkflowInvalid
 from gpu_skills.runtimes.workflow import WorkflowManifest, fill, propose
 from runtimes.workflows import guided, image_to_image, text_to_image
 
@@ -228,6 +228,23 @@ def test_a_manifest_written_by_hand_gives_defaults_and_no_places():
     }  # fmt: skip
     with pytest.raises(WorkflowInvalid, match="which node takes width"):
         fill(text_to_image(), manifest, {"width": 64})
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "blob"},
+        {"min": "0"},
+        {"max": True},
+        {"choices": "abc"},
+        {"required": "yes"},
+        {"node": 5},
+        {"field": []},
+    ],
+)
+def test_an_input_described_by_hand_with_a_slip_is_told(wanted):
+    with pytest.raises(ConfigError, match="input width"):
+        WorkflowManifest.of({"id": "x", "inputs": {"width": wanted}})
 
 
 JSON = st.recursive(

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -190,6 +191,8 @@ class Calls:
             **way,
         )
         answer = send(call, self._wire)
+        if self._key:
+            answer = replace(answer, body=answer.body.replace(self._key.encode(), b"***"))
         log.debug("%s %s: %d, %d bytes", method, self.origin + path, answer.status, len(answer.body))
         if 300 <= answer.status < 400:
             raise self.unexpected(what, "a redirect, which is not followed")

@@ -38,6 +38,7 @@ class Socket:
 
     def __init__(self, calls: Calls, client_id: str, clock: Clock):
         self._clock = clock
+        self._masked = calls.masked
         self._kept = contextlib.ExitStack()
         self._connection = _connected(calls, client_id, self._kept)
 
@@ -66,7 +67,7 @@ class Socket:
                 self._close()
                 on_event(Event("note", {"text": f"the websocket ended ({type(exc).__name__}); the history is asked"}))
                 continue
-            if isinstance(message, str) and _told(message, prompt_id, on_event):
+            if isinstance(message, str) and _told(self._masked(message), prompt_id, on_event):
                 return True
         return False
 

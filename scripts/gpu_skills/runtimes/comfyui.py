@@ -7,6 +7,7 @@ slower to notice. Each prompt carries our id of the run, by which it is found be
 from __future__ import annotations
 
 import hashlib
+import secrets
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -105,27 +106,28 @@ class ComfyUI:
         return Health("ready", f"ComfyUI {_text(document['system'].get('comfyui_version'))} answers")
 
     def test_generation(self, endpoint: Endpoint, model: ModelManifest, sink: Sink) -> Proof:
-        """The manifest's own workflow, with its outputs looked at. A node that could not be loaded is quoted."""
+        """The manifest's own workflow, with its outputs looked at. Nodes that are not there are quoted, and those that
+        could not be loaded, with the module they lack. Without a seed of its own it draws a new one, past any cache.
+        """
         if model.test is None or model.test.workflow is None:
             return Proof(False, "the manifest has no `test.workflow`: nothing can be proven")
-        workflow = model.test.workflow
         try:
-            manifest = propose(workflow)
-            digest = hashlib.sha256(repr(self.around.clock.now()).encode()).hexdigest()[:12]
+            manifest = propose(model.test.workflow)
+            inputs = dict(model.test.inputs)
+            if "seed" in manifest.inputs:
+                inputs.setdefault("seed", secrets.randbelow(2**32))
             request = Request(
-                f"test-{model.id}-{digest}",
+                f"test-{model.id}-{secrets.token_hex(6)}",
                 model,
-                model.test.inputs,
-                workflow,
+                inputs,
+                model.test.workflow,
                 manifest,
                 timeout_s=model.test.timeout_s,
+                is_new=True,
             )
             result = self.run(endpoint, request, sink)
         except GpuError as exc:
-            failures = self._import_failures(endpoint)
-            quoted = "; ".join(str(failure) for failure in failures[:5])
-            missing = {"import_failures": [vars(failure) for failure in failures]} if failures else {}
-            return Proof(False, f"custom nodes not loaded: {quoted}; {exc.message}" if quoted else exc.message, missing)
+            return self._unproven(endpoint, exc, model.test.workflow)
         files = [output for output in result.outputs if not output.mime.startswith("text/")] or list(result.outputs)
         if not files:
             return Proof(False, "it ended well and left nothing")
@@ -195,12 +197,33 @@ class ComfyUI:
             "version": _text(system.get("comfyui_version")),
             "pytorch": _text(system.get("pytorch_version")),
             "devices": [
-                {key: device.get(key) for key in ("name", "type", "vram_total", "vram_free")}
+                {"name": _text(device.get("name")), "type": _text(device.get("type"))}
+                | {key: device[key] for key in ("vram_total", "vram_free") if isinstance(device.get(key), int)}
                 for device in devices[:64]
                 if isinstance(device, Mapping)
             ],
             "import_failures": [vars(failure) for failure in self._import_failures(endpoint)],
         }
+
+    def missing_nodes(self, endpoint: Endpoint, workflow: Mapping[str, Any]) -> list[str]:
+        """The kinds of nodes of a workflow that this server does not have, all of them and before anything is sent."""
+        calls = self._calls(endpoint)
+        known = calls.mapping("object_info", calls.read("object_info", "/object_info"))
+        return [kind for kind in propose(workflow).class_types if kind not in known]
+
+    def _unproven(self, endpoint: Endpoint, exc: GpuError, workflow: Mapping[str, Any]) -> Proof:
+        """A failed test generation, with what the server itself says about nodes that it does not have."""
+        failures = self._import_failures(endpoint)
+        try:
+            missing = self.missing_nodes(endpoint, workflow)
+        except GpuError:
+            missing = []
+        said = [f"custom nodes not loaded: {'; '.join(str(failure) for failure in failures[:5])}"] if failures else []
+        said += [f"nodes that are not there: {', '.join(missing[:10])}"] if missing else []
+        found = {"import_failures": [vars(failure) for failure in failures], "missing_nodes": missing}
+        return Proof(
+            False, one_line("; ".join([*said, exc.message]), limit=1200), {k: v for k, v in found.items() if v}
+        )
 
     # one prompt -------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -18,6 +19,10 @@ from gpu_skills.errors import ConfigError, InputInvalid, one_line
 TYPES = ("text", "integer", "number", "boolean", "choice", "image", "audio", "video", "model")
 FILES = ("image", "audio", "video")
 MAX_TEXT_CHARACTERS = 100_000
+_NUMBER = (int, float, Decimal)
+_KINDS: dict[str, Any] = {
+    "node": str, "field": str, "required": bool, "min": _NUMBER, "max": _NUMBER, "choices": list, "description": str,
+}  # fmt: skip
 _RECORDED = ("type", "node", "field", "default", "required", "min", "max", "choices", "description")
 
 
@@ -74,8 +79,13 @@ def _input_of(name: str, value: Any) -> Input:
         if kind not in TYPES:
             raise ConfigError(file=f"input {name}", problem=f"type {kind!r} is none of {', '.join(TYPES)}")
         known = {key: value[key] for key in _RECORDED if value.get(key) is not None}
+        for key, wanted in _KINDS.items():
+            if key in known and (
+                not isinstance(known[key], wanted) or (isinstance(known[key], bool) and wanted is not bool)
+            ):
+                raise ConfigError(file=f"input {name}", problem=f"{key} cannot be {_shown(known[key])}")
         if "choices" in known:
-            known["choices"] = tuple(known["choices"])
+            known["choices"] = tuple(str(choice) for choice in known["choices"])
         return Input(**known)
     if isinstance(value, bool):
         return Input("boolean", default=value)
@@ -108,6 +118,8 @@ def _value(wanted: Input, value: Any) -> Any:
     if wanted.type in FILES and isinstance(value, Path):
         if not value.is_file():
             raise ValueError(f"there is no file {_shown(value)}")
+        if not os.access(value, os.R_OK):
+            raise ValueError(f"{_shown(value)} cannot be read")
         if value.stat().st_size == 0:
             raise ValueError(f"{_shown(value)} is empty")
         return value

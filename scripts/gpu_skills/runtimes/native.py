@@ -32,7 +32,7 @@ from gpu_skills.runtimes.outputs import safe_name
 
 REQUEST_FILE = "gpu-request.json"
 INPUTS_FOLDER = "gpu-inputs"
-MAX_FILE_BYTES = 2 * 1000**3
+MAX_FILE_BYTES = 200 * 1000**2  # a run's input; what all runs need lies on the machine
 
 
 @dataclass

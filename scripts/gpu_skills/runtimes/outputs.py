@@ -7,6 +7,7 @@ its way in, is below a limit, and appears under its name only when it is whole.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -16,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from gpu_skills.errors import DiskFull, OutputTooLarge
+from gpu_skills.errors import DiskFull, NotWritable, OutputTooLarge
 from gpu_skills.runtimes.base import Output
 
 MAX_RUN_BYTES = 20 * 1000**3
 MAX_OUTPUTS = 2000
 _MAX_NAME = 120
 _HEAD_BYTES = 64
+_LOOKED_AT_BYTES = 256 * 1024 * 1024
 _UNSAFE = re.compile(r"[^A-Za-z0-9._ ()+=@,-]+")
 
 # How a file begins, and from which byte on. What begins like none of these is `application/octet-stream`.
@@ -139,7 +141,8 @@ def _disk_errors(path: Path):  # type: ignore[no-untyped-def]
     try:
         yield
     except OSError as exc:
-        raise DiskFull(path=str(path), reason=exc.strerror or str(exc)) from exc
+        kind = NotWritable if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR) else DiskFull
+        raise kind(path=str(path), reason=exc.strerror or str(exc)) from exc
 
 
 def _sha256(path: Path) -> str:
@@ -182,15 +185,18 @@ def mime_of(head: bytes) -> str:
 def look(path: Path, wanted: str) -> Looked:
     """Whether a file is a whole result of the wanted kind (`image`, `video`, `audio`, `text`, or empty for any).
 
-    A PNG is decoded: one colour from edge to edge is what a broken model paints. Reads at most 256 MB.
+    A PNG is decoded: one colour from edge to edge is what a broken model paints. What is larger than 256 MB is known by
+    its beginning only.
     """
     with path.open("rb") as file:
-        data = file.read(256 * 1024 * 1024)
+        data = file.read(_LOOKED_AT_BYTES)
     kind = mime_of(data[:_HEAD_BYTES])
     if not data:
         return Looked(kind, "it is empty")
     if wanted and not kind.startswith(wanted + "/"):
         return Looked(kind, f"it is {kind}, not {wanted}")
+    if len(data) == _LOOKED_AT_BYTES:
+        return Looked(kind)
     if kind == "image/png":
         return Looked(kind, _png_problem(data))
     if kind == "image/jpeg" and b"\xff\xd9" not in data[-4096:]:
