@@ -82,6 +82,7 @@ class Faults:
     log: str = ""
     starting: bool = False
     flat: bool = False
+    tells_of_others: bool = False
     extra_outputs: dict[str, Any] = field(default_factory=dict)
     raw: dict[str, tuple[int, bytes]] = field(default_factory=dict)
 
@@ -263,6 +264,11 @@ class ComfyServer:
         self.executed.append(prompt_id)
         self.tell(client, *note("execution_start", {}))
         self.tell(client, *note("execution_cached", {"nodes": []}))
+        if self.faults.tells_of_others:
+            self.tell(client, "progress", {"value": 99, "max": 99, "node": "1", "prompt_id": "another"})
+            self.tell(client, "execution_error", {"exception_message": "not mine", "prompt_id": "another"})
+            self._websocket.send(client, "{" * 50_000)
+            self._websocket.send(client, '{"type": "progress", "data": [1]}')
         if self.faults.websocket == "cut":
             self._websocket.cut(client)
         outputs: dict[str, Any] = {}

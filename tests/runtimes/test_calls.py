@@ -197,6 +197,14 @@ def test_a_key_with_a_line_break_is_refused_before_it_makes_a_header():
         calls("http://127.0.0.1:1", "key\r\nX: 1")
 
 
+def test_a_key_that_the_server_says_back_is_masked_in_what_is_read():
+    def echo(call: Call) -> Answer:
+        return Answer(200, f'{{"you": "{call.headers["Authorization"]}"}}'.encode())
+
+    service = calls("http://127.0.0.1:5", "secret-123456", wire=echo)
+    assert service.mapping("x", service.read("x", "/")) == {"you": "Bearer ***"}
+
+
 def test_a_proxy_of_the_user_is_for_others_and_not_for_this_computer():
     seen: list[Call] = []
 

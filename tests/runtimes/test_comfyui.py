@@ -66,6 +66,13 @@ def test_what_happens_on_the_server_is_told_as_it_happens(comfyui, endpoint, sin
     assert [e.data["value"] for e in events if e.name == "progress"] == [1, 2, 3]
 
 
+def test_what_is_told_of_other_prompts_or_is_no_message_is_passed_by(comfyui, endpoint, sink, server):
+    server.faults.tells_of_others = True
+    events: list[Event] = []
+    assert comfyui.run(endpoint, request(), sink, events.append).outputs
+    assert [e.data["value"] for e in events if e.name == "progress"] == [1, 2, 3] and "error" not in names(events)
+
+
 @pytest.mark.parametrize("websocket", ["none", "cut"])
 def test_without_a_websocket_the_history_is_followed(comfyui, endpoint, sink, server, websocket):
     server.faults.websocket = websocket

@@ -25,6 +25,20 @@ def test_a_safe_name_is_one_plain_name_of_no_other_folder(said):
     )
 
 
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("../../x.png", "x.png"),
+        ("C:\\a\\x.png", "x.png"),
+        ("a b (1).png", "a b (1).png"),
+        (".bashrc", "bashrc"),
+        ("..", "output"),
+    ],
+)
+def test_what_is_harmless_in_a_name_is_kept(said, name):
+    assert safe_name(said) == name
+
+
 def put(sink: FolderSink, name: str, data: bytes):
     taker = sink.take(name)
     taker.write(data)
@@ -36,6 +50,14 @@ def test_the_same_name_and_content_is_one_file_and_another_content_gets_a_number
     names = [put(sink, "a.png", data).name for data in (b"1", b"1", b"2", b"2", b"3")]
     assert names == ["a.png", "a.png", "a-2.png", "a-2.png", "a-3.png"]
     assert sorted(path.name for path in sink.folder.iterdir()) == ["a-2.png", "a-3.png", "a.png"]
+
+
+def test_a_link_that_stands_there_is_never_taken_for_the_file_itself(tmp_path):
+    sink = FolderSink(tmp_path / "o")
+    sink.folder.mkdir()
+    (tmp_path / "same").write_bytes(b"1")
+    (sink.folder / "a.png").symlink_to(tmp_path / "same")
+    assert put(sink, "a.png", b"1").name == "a-2.png"
 
 
 def test_what_is_not_done_leaves_nothing(tmp_path):

@@ -66,6 +66,14 @@ def test_what_leads_to_no_output_is_no_input_and_is_noted():
     assert any("node 20 (CLIPTextEncode)" in note for note in manifest.notes)
 
 
+def test_the_last_node_is_the_output_when_none_is_known_to_save():
+    workflow = text_to_image()
+    workflow["9"]["class_type"] = "MyUploader"
+    manifest = propose(workflow)
+    assert [(o.node, o.kind) for o in manifest.outputs.values()] == [("9", "file")]
+    assert any("known to save" in note for note in manifest.notes) and "prompt" in manifest.inputs
+
+
 def test_an_image_is_required_because_the_author_s_file_is_on_no_other_server():
     image = propose(image_to_image()).inputs["image"]
     assert image.required and image.default is None

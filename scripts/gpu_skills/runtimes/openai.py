@@ -49,6 +49,7 @@ from gpu_skills.wire import Answer, Unanswered, parse_json
 MAX_TEXT_BYTES = 64 * 1024 * 1024
 MAX_IMAGES_BYTES = 512 * 1024 * 1024
 MAX_MODELS = 1000
+STREAM_SILENCE_S = 600.0  # between two pieces of a stream; the first waits for its turn
 
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -198,7 +199,13 @@ class OpenAI:
         limit = MAX_IMAGES_BYTES if operation == "image" else MAX_TEXT_BYTES
         try:
             answer = calls.write(
-                operation, PATHS[operation], body, into=into, max_bytes=limit, timeout_s=request.timeout_s
+                operation,
+                PATHS[operation],
+                body,
+                into=into,
+                max_bytes=limit,
+                timeout_s=request.timeout_s,
+                silence_s=min(STREAM_SILENCE_S, request.timeout_s) if into else None,
             )
         except Unanswered as exc:
             raise GenerationUnknown(what=f"run {request.id}", service=calls.service, reason=exc.reason) from exc

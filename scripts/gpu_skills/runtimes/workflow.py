@@ -143,6 +143,8 @@ def propose(workflow: Any) -> WorkflowManifest:
         _plain_inputs(nodes, node, found)
     left_out = [node for node in nodes if node not in reached]
     notes = [f"node {n} ({nodes[n]['class_type']}) leads to no output and is not run" for n in left_out[:20]]
+    known = any(pattern.search(o.class_type) for o in outputs.values() for _, pattern in _OUTPUT_KINDS)
+    notes += [] if known else ["no node that is known to save anything: its last nodes are taken for the outputs"]
     if not any(wanted.type == "text" for _, wanted in found.values()):
         notes.append("no text prompt was found")
     return WorkflowManifest(
@@ -250,7 +252,12 @@ def _outputs(nodes: Mapping[str, Any]) -> dict[str, WorkflowOutput]:
         kind = next((kind for kind, pattern in _OUTPUT_KINDS if pattern.search(class_type)), None)
         if kind is None or (node in feeding and not class_type.startswith(("Save", "VHS_"))):
             continue
-        found[_free(f"{kind}", found)] = WorkflowOutput(node, class_type, kind)
+        found[_free(kind, found)] = WorkflowOutput(node, class_type, kind)
+    if not found:
+        # A custom node may save under any name: what nothing else takes in is the end of the workflow.
+        for node in sorted(nodes, key=_order):
+            if node not in feeding and any(_sources(nodes, node)):
+                found[_free("file", found)] = WorkflowOutput(node, nodes[node]["class_type"], "file")
     return found
 
 
@@ -266,15 +273,15 @@ def _texts(nodes: Mapping[str, Any], reached: list[str], found: Found) -> None:
         for node in reached:
             link = nodes[node]["inputs"].get(role)
             if _is_link(link):
-                _texts_above(nodes, str(link[0]), role, name, found)
+                _texts_above(nodes, str(link[0]), name, found)
     for node in reached:
         if re.search(r"(?i)text|prompt|string", nodes[node]["class_type"]):
             for field_name in _TEXTS:
                 _add_text(nodes, node, field_name, "prompt", found)
 
 
-def _texts_above(nodes: Mapping[str, Any], start: str, role: str, name: str, found: Found) -> None:
-    """A node that has both sides (it prepares a sampler's conditioning) is followed on the asked side only."""
+def _texts_above(nodes: Mapping[str, Any], start: str, name: str, found: Found) -> None:
+    """A node with both sides of its own (it prepares a sampler's conditioning) ends the walk: they are walked from it."""
     seen, waiting = {start}, deque([start])
     while waiting:
         node = waiting.popleft()
@@ -284,8 +291,9 @@ def _texts_above(nodes: Mapping[str, Any], start: str, role: str, name: str, fou
         texts = [field_name for field_name in _TEXTS if isinstance(inputs.get(field_name), str)]
         for field_name in texts:
             _add_text(nodes, node, field_name, name, found)
-        both = _is_link(inputs.get("positive")) and _is_link(inputs.get("negative"))
-        links = [inputs[role]] if both else [v for k, v in inputs.items() if _is_link(v) and _may_carry_text(k)]
+        if _is_link(inputs.get("positive")) and _is_link(inputs.get("negative")):
+            continue
+        links = [value for name_there, value in inputs.items() if _is_link(value) and _may_carry_text(name_there)]
         for link in links:
             source = str(link[0])
             if source not in seen:
