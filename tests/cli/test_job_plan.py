@@ -383,6 +383,19 @@ def test_a_machine_whose_job_is_over_and_that_nobody_ends_is_named_while_it_is_h
     assert s.machines()[0]["status"] == "ready" and len(s.burning()) == 1
 
 
+def test_a_stopped_machine_of_a_job_that_is_over_goes_only_when_nobody_holds_it_any_more(shop):
+    s = shop()
+    _, machine = died_in_its_hold(s)
+    held = s.gpu("machine", "hold", machine["id"], "--for", "2h", "--json").document["machine"]["held_until"]
+    s.operator().writer(s.vendor).stop(machine["instance_id"])
+    s.clock.sleep(600)
+    (named,) = s.gpu("reconcile", "--json").document["findings"]
+    assert named["what"] == "held" and held in named["text"] and machine["id"] in named["next_step"]
+    assert s.machines()[0]["status"] == "stopped" and len(s.burning()) == 1
+    s.clock.sleep(2 * 3600)
+    assert [f["what"] for f in s.gpu("reconcile", "--json").document["findings"]] == ["ended"]
+
+
 def test_a_stopped_machine_that_is_kept_is_named_with_what_its_disk_costs(shop):
     s = shop()
     _, machine = died_in_its_hold(s)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_skills.errors import JobRunning, NotCollected, NotReady, RemoteError
+from gpu_skills.errors import JobRunning, NotCollected, NotReady, Refused, RemoteError
 from gpu_skills.jobs import collect, observe
 from gpu_skills.jobs import release as jobs_release
 from gpu_skills.jobs.pack import pack
@@ -17,8 +17,10 @@ from gpu_skills.jobs.submit import send, start
 from gpu_skills.lifecycle import machines
 from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.recovery import reconcile, returned
+from gpu_skills.lifecycle.renting import keeping
 from lifecycle.test_adoption import lose_everything, words
 from renting import rent
+from run_by_hand import ByHand
 from sandbox_fixture import eventually
 
 both = pytest.mark.parametrize("vendor", ["vast", "runpod"])
@@ -156,3 +158,48 @@ def test_one_that_cannot_be_asked_is_uncertain_and_says_how_it_is_given_up(at_wo
     with pytest.raises((RemoteError, NotReady)) as refused:
         returned.bring_up(r.op, machines.find(r.project, machine.id))
     assert "--abandon-outputs" in refused.value.next_step
+
+
+@both
+def test_a_machine_whose_job_no_record_names_is_not_stopped_under_it(at_work, vendor):
+    r, machine, job = at_work(vendor)
+    r = lose(r, "jobs.jsonl", "jobs.head.jsonl", "jobs.index.json", "jobs")
+    assert r.op.running_jobs(machine.id) == []
+    with pytest.raises(JobRunning, match=job) as refused:
+        jobs_release.stop(r.op, machines.find(r.project, machine.id))
+    assert f"gpu reconcile --provider {vendor} --adopt" in refused.value.next_step
+    assert len(r.burning()) == 1 and machines.find(r.project, machine.id).status in ("ready", "busy")
+
+
+def test_a_machine_that_was_taken_back_and_does_not_answer_is_not_stopped(rig):
+    r = rig("vast", containers=False)
+    hand = ByHand(r).upto("close")
+    hand.ready()
+    r = lose_everything(r)
+    reconcile.run(r.op, ["vast"], adopt=True)
+    machine = machines.find(r.project, hand.machine_id)
+    with pytest.raises((RemoteError, NotReady)) as refused:
+        jobs_release.stop(r.op, machine)
+    assert f"--abandon-outputs {machine.id}" in refused.value.next_step and r.calls("state") == 0
+
+
+@both
+def test_a_stopped_machine_that_was_taken_back_without_its_plan_says_what_works_instead_of_a_start(rig, vendor):
+    r = rig(vendor, containers=False)
+    hand = ByHand(r).upto("close")
+    hand.ready()
+    r.writer.stop(hand.machine.instance_id)
+    r.clock.sleep(10)
+    r = lose_everything(r)
+    reconcile.run(r.op, [vendor], adopt=True)
+    machine = machines.find(r.project, hand.machine_id)
+    gives_up = f"gpu machine destroy {machine.id} --abandon-outputs {machine.id}"
+    with pytest.raises(Refused, match="not on record") as refused:
+        keeping.start_plan(r.op, machine, lasts_s=3600, session_usd=None)
+    assert refused.value.next_step == gives_up
+    (named,) = reconcile.run(r.op, [vendor]).findings
+    assert named.what == "stopped" and named.next_step == gives_up
+    with pytest.raises(NotCollected) as refused:
+        jobs_release.destroy(r.op, machine)
+    assert refused.value.next_step == gives_up
+    assert jobs_release.destroy(r.op, machine, abandon=[machine.id]) == "destroyed"

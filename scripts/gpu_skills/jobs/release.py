@@ -14,6 +14,7 @@ from gpu_skills.jobs.records import JobFolder, is_collected
 from gpu_skills.lifecycle import intents, machines, states
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import Machine
+from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.state.ledger import Ledger
 from gpu_skills.state.project import Project
 from gpu_skills.units import counted, format_bytes
@@ -21,6 +22,7 @@ from gpu_skills.units import counted, format_bytes
 if TYPE_CHECKING:
     from gpu_skills.lifecycle.approval.approvals import Approval, Ask
     from gpu_skills.lifecycle.operator import Operator
+    from gpu_skills.providers.base import Machine as Instance
 
     Agree = Callable[[Ask], Approval]
 
@@ -96,10 +98,34 @@ def stop(
     """Stop a rented machine, unless a job runs there or a stop would lose outputs. agree, tell: as for `destroy`."""
     from gpu_skills.lifecycle.ending import release
 
-    machine, _ = release.stoppable(op, machine)
+    machine, seen = release.stoppable(op, machine)
+    for obstacle in _against_a_stop(op, machine, seen):
+        raise obstacle
     approval = _named_approval(op, "stop", machine, agree)
     more = {} if wait_s is None else {"wait_s": wait_s}
     return release.stop(op, machine, why=why, approval=approval, tell=tell, **more)
+
+
+def _against_a_stop(op: Operator, machine: Machine, seen: Instance) -> list[Refused]:
+    """As a machine that is up tells it; one that was taken back is brought up first, and has to tell.
+
+    Where its disk survives, only what runs is in the way.
+    """
+    from gpu_skills.lifecycle.ending import ownership
+    from gpu_skills.lifecycle.recovery import returned
+
+    if seen.status != "running":
+        return []
+    try:
+        link = returned.bring_up(op, machine) if machine.has_unknown_past else op.connect(machine)
+        with closing(link):
+            keeps = ownership.workspace_survives(seen)
+            return _obstacles_there(op.project, op.ledger, op.clock, link, keeps_outputs=keeps)
+    except RemoteError as exc:
+        if machine.has_unknown_past:
+            raise
+        op.say(f"{machine.id} does not answer ({exc.message}): what is on record counts")
+        return []
 
 
 def _named_approval(
@@ -150,24 +176,33 @@ def _record_abandoned(
 
 
 def _obstacles_there(
-    project: Project, ledger: Ledger, clock: Clock, link: Link, abandon: Collection[str]
+    project: Project,
+    ledger: Ledger,
+    clock: Clock,
+    link: Link,
+    abandon: Collection[str] = (),
+    *,
+    keeps_outputs: bool = False,
 ) -> list[Refused]:
-    """As the machine tells it."""
+    """As the machine tells it. keeps_outputs: whatever is done leaves them where they are; only what runs counts."""
     observe.settle(project, ledger, clock, link)
     strange = _unrecorded(project, ledger, link) if link.machine.is_rented else {}
     _require_known(project, ledger, abandon, strange)
     running = observe.open_jobs(ledger, link.machine.id)
     if running:
         return [JobRunning(job=running[0]["id"])]
-    lost = _uncollected(project, ledger, clock, link, abandon)
+    lost = {} if keeps_outputs else _uncollected(project, ledger, clock, link, abandon)
     if lost:
         return [_not_collected(lost)]
     for job, status in strange.items():
         if job in abandon or link.machine.id in abandon:
             continue
-        step = f"gpu machine destroy {link.machine.id} --abandon-outputs {job}"
+        adopt = f"gpu reconcile --provider {link.machine.provider} --adopt"
+        step = f"{adopt}; or, to lose what it has: gpu machine destroy {link.machine.id} --abandon-outputs {job}"
         if status["state"] == "running":
             return [JobRunning(f"job {job} is running, and no record here names it", job=job, next_step=step)]
+        if keeps_outputs:
+            continue
         files = (status.get("outputs") or {}).get("files")
         if files != 0:
             how_many = "files, nobody knows how many" if files is None else counted(files, "file")
@@ -192,12 +227,16 @@ def _obstacles_on_record(op: Operator, machine: Machine, abandon: Collection[str
                     manifest = JobFolder(op.project, job).read("manifest")
                     lost[job] = list(manifest["files"]) if manifest else []
     is_asleep = machine.status in ("stopped", "stopping")
+    may_start = is_asleep and plans.find(op.project, machine.plan) is not None
     if lost:
-        step = f"gpu machine start {machine.id}" if is_asleep else f"gpu job pull {next(iter(lost))}"
+        step = f"gpu job pull {next(iter(lost))}"
+        if is_asleep:  # without its plan it cannot start, and what it has cannot be fetched
+            given_up = "".join(f" --abandon-outputs {name}" for name in [machine.id, *lost][:FILES_SHOWN])
+            step = f"gpu machine start {machine.id}" if may_start else f"gpu machine destroy {machine.id}{given_up}"
         return [_not_collected(lost, next_step=step)]
     if machine.has_unknown_past and machine.id not in abandon:
         given_up = f"gpu machine destroy {machine.id} --abandon-outputs {machine.id}"
-        step = f"gpu machine start {machine.id}; to lose what it has: {given_up}" if is_asleep else given_up
+        step = f"gpu machine start {machine.id}; to lose what it has: {given_up}" if may_start else given_up
         return [NotCollected(jobs=f"which jobs {machine.id} has is not on record", next_step=step, outputs={})]
     return []
 

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 
 from gpu_skills.clock import timestamp
-from gpu_skills.errors import ConflictingState, InstanceAbsent, PlanRefused
+from gpu_skills.errors import ConflictingState, InstanceAbsent, PlanRefused, Refused
 from gpu_skills.lifecycle import labels
 from gpu_skills.lifecycle.approval import actions
 from gpu_skills.lifecycle.approval.actions import ActionPlan
@@ -31,6 +31,7 @@ def start_plan(
     lasts_s: its deadline, counted from now. session_usd: what this start may cost in all. The policy's longest deadline
     bounds both. PlanRefused when that leaves less than five minutes.
     """
+    plan_of(op, machine)
     seen = _shown(op, machine)
     rate, storage = _rates(machine, seen)
     limits = [lasts_s, _ceiling_s(op), _buys_s(session_usd, rate, storage * _grace_hours(op, machine))]
@@ -40,6 +41,25 @@ def start_plan(
         raise PlanRefused(summary=reason, reasons=[{"code": "too_short", "message": reason}])
     deadline_at = op.clock.now() + timedelta(seconds=int(seconds))
     return _frozen(op, machine, "start", deadline_at, held_deadline(op, machine, seen), rate, storage)
+
+
+def plan_of(op: Operator, machine: Machine) -> plan.Plan:
+    """What a machine was rented by, which says what it has to have when it starts again. Refused where it is lost.
+
+    A machine that was taken back from its label may have none: then nobody can say whether a start of it is right.
+    """
+    made = plan.find(op.project, machine.plan)
+    if made is None:
+        raise Refused(
+            f"the plan that rented {machine.id} is not on record: it cannot be started", next_step=give_up(machine)
+        )
+    return made
+
+
+def give_up(machine: Machine) -> str:
+    """The command that ends a machine which cannot be asked any more, with whatever nobody else has."""
+    loses = f" --abandon-outputs {machine.id}" if machine.has_unknown_past else ""
+    return f"gpu machine destroy {machine.id}{loses}"
 
 
 def extend_plan(op: Operator, machine: Machine, more_s: float) -> ActionPlan:

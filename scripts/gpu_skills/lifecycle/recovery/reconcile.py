@@ -27,13 +27,14 @@ from gpu_skills.errors import (
     UsageError,
 )
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.lifecycle.approval import changes
 from gpu_skills.lifecycle.books import accounting, charged
 from gpu_skills.lifecycle.ending import ownership, release
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.recovery import adoption, leftovers, readback, returned
-from gpu_skills.lifecycle.renting import creation
+from gpu_skills.lifecycle.renting import creation, keeping
 from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Charge, RentedReader
 from gpu_skills.providers.base import Machine as Instance
@@ -431,16 +432,23 @@ class _Pass:
         """What bills without being of use: a stopped disk, a job's own machine after its job.
 
         A job's machine that has stopped with nothing left on it is what a review leaves that nobody was left to end: it
-        ends as an interrupted one does. One that was stopped on purpose, or was taken away and may come back, is kept.
+        ends as an interrupted one does. One that was stopped on purpose, or was taken away and may come back, is kept;
+        so is one that somebody holds, until the hold is over.
         """
         is_over = self._is_over(machine, seen)
         step = f"gpu machine destroy {machine.id}"
+        held_until = keeping.held_until(machine, self.op.clock.now())
+        if is_over and held_until is not None and machine.status in ("stopped", "ready", "busy"):
+            text = f"{machine.status}, its job is over and collected, and it is held until {timestamp(held_until)}"
+            self._say("held", text, machine=machine, next_step=f"gpu machine hold {machine.id} --off, or {step}")
+            return
         if machine.status == "stopped":
             if is_over and machine.extra.get("stopped_why") not in ("asked", "outbid", "preempted"):
                 self._end(machine, "its job is over and collected, and it has stopped")
                 return
             cost = "" if machine.storage_usd_hr is None else f", its disk costs {format_usd(machine.storage_usd_hr)}/h"
-            step = f"gpu machine start {machine.id}, or {step}"
+            can_start = self._plan(machine.plan) is not None
+            step = f"gpu machine start {machine.id}, or {step}" if can_start else changes.give_up(machine)
             self._say("stopped", f"it is stopped{cost}", machine=machine, next_step=step)
         elif is_over and machine.status in ("ready", "busy"):
             text = "its job is over and collected, and it goes on billing"
@@ -594,7 +602,7 @@ class _Pass:
     def _is_ours(self, run: Run) -> bool:
         return run.project_id == self.op.project.project_id
 
-    def _plan(self, sha256: str) -> Any:
+    def _plan(self, sha256: str | None) -> Any:
         return plans.find(self.op.project, sha256)
 
     def _say(

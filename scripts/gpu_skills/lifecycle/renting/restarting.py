@@ -23,10 +23,9 @@ from gpu_skills.errors import (
     ProviderError,
     ProviderSilent,
     RemoteError,
-    StateError,
 )
 from gpu_skills.lifecycle import intents, labels, machines, runs, states, unrecorded
-from gpu_skills.lifecycle.approval import actions, approvals
+from gpu_skills.lifecycle.approval import actions, approvals, changes
 from gpu_skills.lifecycle.approval.actions import ActionPlan
 from gpu_skills.lifecycle.approval.approvals import Approval
 from gpu_skills.lifecycle.books import lives
@@ -36,7 +35,6 @@ from gpu_skills.lifecycle.guard import fuse, receipts
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan as plans
-from gpu_skills.lifecycle.plans.plan import Plan
 from gpu_skills.lifecycle.renting import bringup, creation
 from gpu_skills.lifecycle.renting.bringup import Boot, Ready
 from gpu_skills.state import budget
@@ -89,7 +87,7 @@ class _Start:
         self.machine = release.current(op, machine)
         self.approval = approval
         self.action = action
-        self.plan = self._plan_of_machine()
+        self.plan = changes.plan_of(op, self.machine)
 
     def go(self) -> Ready:
         """Begin, or go on with what was begun and not ended."""
@@ -117,12 +115,6 @@ class _Start:
         return self._bring_up(intent, before)
 
     # before it leaves -------------------------------------------------------------------------------------------------
-
-    def _plan_of_machine(self) -> Plan:
-        """What it was rented by says what it has to have, today as then."""
-        if self.machine.plan is None:
-            raise StateError(file="machines.json", at="", problem=f"found no plan of {self.machine.id}")
-        return plans.load(self.op.project, self.machine.plan)[1]
 
     def _intent(self) -> tuple[str, bool]:
         """The start to go on with, or the next one; whether it was begun."""
