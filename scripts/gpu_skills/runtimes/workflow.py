@@ -281,7 +281,7 @@ def _texts(nodes: Mapping[str, Any], reached: list[str], found: Found) -> None:
 
 
 def _texts_above(nodes: Mapping[str, Any], start: str, name: str, found: Found) -> None:
-    """A node with both sides of its own (it prepares a sampler's conditioning) ends the walk: they are walked from it."""
+    """A node with both sides of its own (it prepares conditioning) ends the walk: they are walked from there."""
     seen, waiting = {start}, deque([start])
     while waiting:
         node = waiting.popleft()
