@@ -150,3 +150,24 @@ def test_a_job_that_runs_or_a_store_that_is_no_bucket_is_refused(project, gpu, s
     assert gpu("job", "cancel").exit_code == 0
     assert gpu("job", "artifacts", "--to", "file:///tmp/x", "--direct", "--json").exit_code == 2
     assert gpu("job", "artifacts", "--direct", "--json").exit_code == 2
+
+
+def test_what_a_machine_sent_at_its_end_is_pulled_from_there_when_it_is_gone(project, gpu, s3, home):
+    from gpu_skills.state import registry
+    from gpu_skills.state.project import find
+
+    (project / "gpujob.yaml").write_text(f"run: '{MAKES}'\noutputs: {{uri: '{s3.uri}/runs'}}\n")
+    assert gpu("job", "run", "--no-pull", "--json").exit_code == 0
+    place = "runs/J-000001-" + json.loads((project / ".pi/gpu/jobs/J-000001/job.json").read_text())["nonce"][:8]
+    (listed,) = home.rglob("jobs/J-000001/manifest.jsonl")
+    manifest = listed.read_bytes()
+    s3.client.put_object(Bucket=s3.bucket, Key=f"{place}/.gpu-expiry/00000", Body=b"hellox")
+    s3.client.put_object(Bucket=s3.bucket, Key=f"{place}/.gpu-expiry/manifest.jsonl", Body=manifest)
+    state = find(project)
+    (machine,) = registry.load(state, "machines")
+    registry.put(state, "machines", {**machine, "provider": "vast", "status": "destroyed", "instance_id": "1"})
+    result = gpu("job", "pull", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert (project / "gpu-outputs/J-000001/a.txt").read_text() == "hello" and result.document["final"]
+    assert gpu("job", "artifacts", "--json").document["collected"]
+    assert gpu("job", "pull", "--json").error["code"] == "machine_gone"

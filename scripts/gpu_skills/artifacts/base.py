@@ -61,6 +61,10 @@ class Store(Protocol):
         """Read an object whole and say what is there: bytes and SHA-256 as found. Raises ArtifactMissing."""
         ...
 
+    def blocks(self, key: str) -> Iterator[bytes]:
+        """The content of an object in pieces, nothing for one that is not there."""
+        ...
+
     def get(self, key: str, *, max_bytes: int) -> tuple[bytes, Stored] | None:
         """A small object whole; ArtifactChanged when it is larger than that."""
         ...

@@ -89,6 +89,17 @@ class LocalStore:
             raise ArtifactMissing(uri=self.uri_of(key))
         return found
 
+    def blocks(self, key: str) -> Iterator[bytes]:
+        path = self._path(key)
+        if _size_of(path) is None:
+            return
+        try:
+            with open(path, "rb") as stream:
+                while data := stream.read(BLOCK_BYTES):
+                    yield data
+        except OSError as exc:
+            raise ArtifactChanged(what=self.uri_of(key), reason=f"it cannot be read: {exc.strerror}") from exc
+
     def get(self, key: str, *, max_bytes: int) -> tuple[bytes, Stored] | None:
         path = self._path(key)
         size = _size_of(path)

@@ -126,6 +126,11 @@ class S3Store:
             size += len(data)
         return replace(there, bytes=size, sha256=digest.hexdigest())
 
+    def blocks(self, key: str) -> Iterator[bytes]:
+        there = self.head(key)
+        if there is not None:
+            yield from self._content(there, 0)
+
     def head(self, key: str) -> Stored | None:
         try:
             with translated(self.name):

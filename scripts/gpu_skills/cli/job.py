@@ -96,6 +96,7 @@ def run(
     CMD goes after `--`; without it gpujob.yaml says what to run. Ctrl-C stops watching; the job goes on. With --plan
     the job gets a machine of its own, as approved; repeating that call follows and collects, it never rents twice.
     """
+    from gpu_skills.cli.job_artifacts import offer_home
     from gpu_skills.cli.progress import byte_bar, spinner
     from gpu_skills.errors import UsageError
     from gpu_skills.jobs import pack, submit
@@ -159,6 +160,8 @@ def run(
         )
         sent, total = format_bytes(report.bytes_sent), format_bytes(report.bytes_total)
         say(f"{submitted.job} started on {where}; sent {sent} of {total}")
+        if spec.outputs_uri is not None:
+            offer_home(context, link, submitted.job)
         if detach:
             document = job_document(context, submitted.job, submitted.status)
             emit(Output(document, submitted.job), as_json=context.json)
@@ -342,8 +345,17 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
 )
 def pull(context: Context, job_id: str | None, destination: Path | None, force: bool, since_step: int | None) -> Output:
     """Download what changed into gpu-outputs/<job>, every file verified by SHA-256. Works while the job runs."""
+    from gpu_skills.cli.job_artifacts import fetch_home
+    from gpu_skills.jobs.collect import MachineGone, MachineStopped
+
     line = job_line(context, job_id)
-    link = job_link(context, line["id"])
+    try:
+        link = job_link(context, line["id"])
+    except (MachineGone, MachineStopped):
+        fetched = fetch_home(context, line["id"], destination)
+        if fetched is None:
+            raise
+        return fetched
     settle(context, link)
     return pull_outputs(context, link, line["id"], destination=destination, force=force, since_step=since_step)
 
@@ -491,7 +503,7 @@ def pull_outputs(
     if got.final and got.files:
         from gpu_skills.cli.job_artifacts import push_home
 
-        if (home := push_home(context, job_id)) is not None:
+        if (home := push_home(context, link, job_id)) is not None:
             document["home"] = home
     nothing = "no outputs" if got.final else f"no outputs of {job_id} yet"
     if since_step is not None:

@@ -75,23 +75,66 @@ def push(context: Context, job: str, uri: str, *, is_direct: bool = False) -> di
     }
 
 
-def push_home(context: Context, job: str) -> dict[str, Any] | None:
+def offer_home(context: Context, link: Any, job: str) -> None:
+    """At the start: what a rented machine needs to send the outputs away itself, should nobody come for them."""
+    from gpu_skills.jobs import durable
+
+    if link.machine.is_rented and durable.wanted_home(context.project, job) is not None:
+        from gpu_skills.jobs import expiry
+
+        if (problem := expiry.offer(context.project, context.clock, link, job)) is not None:
+            say(f"gpu: {problem}")
+
+
+def push_home(context: Context, link: Any, job: str) -> dict[str, Any] | None:
     """After a pull: push to where the job's `outputs.uri` says, if it says so. Nothing is lost when that fails: the
     outputs are here, and the command that does it again is named."""
     from gpu_skills.errors import GpuError
-    from gpu_skills.jobs import durable
+    from gpu_skills.jobs import durable, expiry
 
     uri = durable.wanted_home(context.project, job)
     if uri is None:
         return None
     try:
         done = push(context, job, uri)
+        if link.machine.is_rented:
+            expiry.withdraw(context.project, link, job)
     except GpuError as exc:
         say(f"gpu: not pushed to {uri}: {exc.message} [{exc.code}]")
         say(f"next: gpu job artifacts {job} --to {uri}")
         return {"uri": uri, "error": exc.to_dict() | {"details": {}}}
     say(f"{counted(done['files'], 'output')} in {done['uri']}, {format_bytes(done['bytes'])} sent")
     return done
+
+
+def fetch_home(context: Context, job: str, destination: Any) -> Output | None:
+    """Instead of a pull from a machine that cannot answer: what it sent to the job's home at its end, if it did."""
+    from gpu_skills.errors import ArtifactMissing
+    from gpu_skills.jobs import durable, expiry
+    from gpu_skills.jobs.records import JobFolder, is_collected
+
+    uri = durable.wanted_home(context.project, job)
+    if uri is None or is_collected(context.project, job):
+        return None
+    if destination is not None and not destination.is_absolute():
+        destination = context.cwd / destination
+    try:
+        count = expiry.fetch(context.project, context.clock, job, uri, destination=destination)
+    except ArtifactMissing:
+        return None
+    collected = JobFolder(context.project, job).read("collected") or {}
+    document = {
+        "job": job,
+        "destination": collected["destination"],
+        "new": count,
+        "unchanged": 0,
+        "changing": [],
+        "bytes": collected["bytes"],
+        "files": count,
+        "final": True,
+        "skipped": [],
+    }
+    return Output(document, f"{counted(count, 'output file')}, which its machine sent to {uri} at its end")
 
 
 def _read_back(context: Context, job: str) -> int:

@@ -205,6 +205,7 @@ def _launched(
 
 
 def _submitted(context: Context, op: Operator, launched: Launch, found: Plan, link: Link, work: _Work) -> Launch:
+    from gpu_skills.cli.job_artifacts import offer_home
     from gpu_skills.cli.progress import byte_bar
     from gpu_skills.jobs import disposable
 
@@ -214,6 +215,7 @@ def _submitted(context: Context, op: Operator, launched: Launch, found: Plan, li
         )
     report = submitted.upload
     say(f"{launched.job} started; sent {format_bytes(report.bytes_sent)} of {format_bytes(report.bytes_total)}")
+    offer_home(context, link, launched.job)
     return launched
 
 

@@ -70,7 +70,7 @@ def pull(
         entries, summary = fetch_manifest(project, link, job)
         final = bool(summary.get("final"))
         wanted = entries if since_step is None else _checkpoints_since(entries, since_step)
-        _make_folder(destination)
+        make_folder(destination)
         report = download(
             link.session,
             link.bulk,
@@ -146,7 +146,7 @@ def _keep_log(project: Project, link: Link, folder: JobFolder) -> None:
     files.commit(folder.log, bytes(data))
 
 
-def _make_folder(path: Path) -> None:
+def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as exc:

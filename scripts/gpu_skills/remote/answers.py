@@ -222,5 +222,6 @@ _RESULTS: dict[str, dict[str, Check]] = {
     "manifest": {"files": _count, "bytes": _count, "final": _bool, "skipped": _list},
     "stage": {"path": _str},
     "export": {"sent": _count},
+    "home": {"slots": _count},
     "cancel": _STATUS_FIELDS,
 }

@@ -1950,7 +1950,24 @@ def signed_request(entry: dict[str, Any]) -> tuple[Any, dict[str, str]]:
 def put_piece(
     fd: int, offset: int, size: int, request: tuple[Any, dict[str, str]], look: Callable[[], None]
 ) -> dict[str, Any]:
-    """PUT some bytes of a file; the ETag, or what went wrong. No redirect is followed and no proxy asked."""
+    """PUT some bytes of a file; the ETag, or what went wrong."""
+
+    def blocks() -> Iterator[bytes]:
+        at = offset
+        while at < offset + size:
+            data = os.pread(fd, min(BLOCK, offset + size - at), at)
+            if not data:
+                return
+            at += len(data)
+            yield data
+
+    return put_bytes(request, size, blocks(), look)
+
+
+def put_bytes(
+    request: tuple[Any, dict[str, str]], size: int, blocks: Iterable[bytes], look: Callable[[], None]
+) -> dict[str, Any]:
+    """PUT `size` bytes; the ETag, or what went wrong. No redirect is followed and no proxy asked."""
     import http.client
 
     address, headers = request
@@ -1961,14 +1978,13 @@ def put_piece(
         for name, value in dict(headers, **{"Content-Length": str(size)}).items():
             connection.putheader(name, value)
         connection.endheaders()
-        at, end = offset, offset + size
-        while at < end:
-            data = os.pread(fd, min(BLOCK, end - at), at)
-            if not data:
-                return {"error": "changed"}
+        left = size
+        for data in blocks:
             connection.send(data)
-            at += len(data)
+            left -= len(data)
             look()
+        if left:
+            return {"error": "changed"}
         answer = connection.getresponse()
         said = answer.read(2000)
         if answer.status != 200:
@@ -1980,6 +1996,109 @@ def put_piece(
         return {"error": "unreachable", "reason": printable(reason if isinstance(reason, str) else type(exc).__name__)}
     finally:
         connection.close()
+
+
+# What a session's end sends away when nobody came for it. The addresses lie beside the job, 0600, each for one object.
+MAX_SLOTS = 256
+SLOT_BYTES = 64 << 20  # more where there are not enough slots
+LARGEST_PUT = 4 << 30  # a store takes 5 GiB at once
+HOMES_LIMIT_S = 3600.0  # the machine bills meanwhile
+
+
+@verb("home", body=True)
+def home(server: Server, args: dict[str, Any]) -> dict[str, Any]:
+    job = server.job(args)
+    slots = server.connection.body_lines()
+    for slot in slots:
+        signed_request(slot)
+    if not slots:
+        remove(job.file("home.json"))
+    elif 2 <= len(slots) <= MAX_SLOTS:
+        kept = [{"url": slot["url"], "headers": slot.get("headers", {})} for slot in slots]
+        write_json(job.file("home.json"), {"slots": kept})
+    else:
+        bad("slots are two or more")
+    return {"slots": len(slots)}
+
+
+def send_home(project: Project) -> None:
+    """Send what each ended job left to the addresses it was given, once, whatever comes of it."""
+    until = time.monotonic() + HOMES_LIMIT_S
+    for name in project.job_names():
+        job = project.job(name)
+        kept = read_json(job.file("home.json"))
+        if kept is None or not job.ended() or time.monotonic() > until:
+            continue
+        try:
+            told = send_job_home(job, kept["slots"], until)
+        except (OSError, Refusal, LookupError, TypeError, ValueError) as exc:
+            told = {"error": type(exc).__name__}
+        facts = {fact: told[fact] for fact in ("files", "bytes", "error", "status", "reason") if fact in told}
+        event = "outputs_not_sent" if "error" in told else "outputs_sent"
+        append_event(project.file("events.jsonl"), event, job=name, **facts)
+        remove(job.file("home.json"))
+
+
+def send_job_home(job: Job, slots: list[dict[str, Any]], until: float) -> dict[str, Any]:
+    """All outputs as one stream, cut to fill the slots in order; into the last one the manifest, once all are there."""
+    listed = read_file(job.file("manifest.jsonl"))
+    if listed is None:
+        return {"error": "no manifest"}
+    *pieces, last = [signed_request(slot) for slot in slots]
+    entries = [entry for entry in parse_lines(listed) if "sha256" in entry]
+    total = sum(whole(entry.get("size"), "size") for entry in entries)
+    at_once = max(SLOT_BYTES, -(-total // len(pieces)))
+    if at_once > LARGEST_PUT:
+        return {"error": "too large"}
+
+    def look() -> None:
+        if time.monotonic() > until:
+            raise TimeoutError(errno.ETIMEDOUT, "no time left")
+
+    stream = Joined(OutputReader(job), entries)
+    left = total
+    for request in pieces:
+        if left:
+            told = put_bytes(request, min(at_once, left), stream.take(min(at_once, left)), look)
+            if "etag" not in told:
+                return told
+            left -= min(at_once, left)
+    told = put_bytes(last, len(listed), [listed], look)
+    return told if "error" in told else {"files": len(entries), "bytes": total}
+
+
+class Joined:
+    """The contents of files one behind the other; it ends early where one is shorter than listed, or gone."""
+
+    def __init__(self, reader: OutputReader, entries: list[dict[str, Any]]):
+        self.blocks = self._blocks(reader, entries)
+        self.rest = b""
+
+    def take(self, size: int) -> Iterator[bytes]:
+        while size:
+            data = self.rest or next(self.blocks, b"")
+            if not data:
+                return
+            piece, self.rest = data[:size], data[size:]
+            size -= len(piece)
+            yield piece
+
+    @staticmethod
+    def _blocks(reader: OutputReader, entries: list[dict[str, Any]]) -> Iterator[bytes]:
+        for entry in entries:
+            left = entry["size"]
+            fd = reader.open(entry_path(entry))
+            if fd is None:
+                return
+            try:
+                while left:
+                    data = os.read(fd, min(BLOCK, left))
+                    if not data:
+                        return
+                    left -= len(data)
+                    yield data
+            finally:
+                os.close(fd)
 
 
 # session -----------------------------------------------------------------------------------------------------------
@@ -3361,6 +3480,7 @@ class Watcher:
         until = time.monotonic() + 120
         while any_job_runs(self.project) and time.monotonic() < until:
             time.sleep(0.2)
+        send_home(self.project)
         is_done = ACTIONS.get(current.get("on_expiry"), record_expiry)(self.project, current)
         if is_done:
             change_session(self.project, current["id"], action_done=True)

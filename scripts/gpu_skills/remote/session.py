@@ -56,7 +56,7 @@ _PROGRAM = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv.pop(1)))
 # its id. What destroys (`forget`) is not here, nor is a verb nobody has thought about.
 REPEATABLE = frozenset(
     {"probe", "session", "fuse", "have", "offer", "put", "incoming", "admit", "seal", "start", "status", "cancel"}
-    | {"jobs", "log", "events", "manifest", "get", "stage", "export"}
+    | {"jobs", "log", "events", "manifest", "get", "stage", "export", "home"}
 )
 
 Buffer = bytes | memoryview
