@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from string import Formatter
 
 import pytest
@@ -11,6 +12,7 @@ from gpu_skills import errors
 from gpu_skills.errors import Failed, GpuError, HostKeyMismatch, Unreachable, all_errors, one_line
 
 CLASSES = all_errors()
+ROOT = Path(__file__).parents[1]
 EXITS = {1: "failed", 2: "usage", 3: "refused", 4: "approval", 5: "provider", 6: "uncertain"}
 
 
@@ -117,3 +119,12 @@ def test_a_message_and_a_next_step_can_be_given_and_details_are_kept():
 def test_a_field_that_is_missing_is_our_own_mistake_and_is_not_hidden():
     with pytest.raises(KeyError):
         HostKeyMismatch(host="gpu1")
+
+
+def test_every_class_is_raised_caught_or_built_upon_somewhere():
+    sources = {path: path.read_text() for path in (ROOT / "scripts").rglob("*.py")}
+    for cls in all_errors():
+        others = (
+            line for text in sources.values() for line in text.splitlines() if f"class {cls.__name__}(" not in line
+        )
+        assert any(re.search(rf"\b{cls.__name__}\b", line) for line in others), cls.__name__

@@ -712,12 +712,6 @@ class StopFailed(Uncertain):
     next_step = "gpu reconcile"
 
 
-class LedgerTorn(Uncertain):
-    code = "ledger_torn"
-    template = "{file} has a torn line at byte {offset}"
-    next_step = "gpu ledger verify"
-
-
 class MachinePending(Uncertain):
     """An earlier command asked for it, stopped it or let it go, and it is not known how that ended."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,10 +24,11 @@ from gpu_skills.lifecycle import runs
 from gpu_skills.lifecycle.guard import keyproof
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.sandbox import Sandbox
+from s3_server import s3, s3_application
 from sandbox_fixture import eventually, make_sandbox
 from vendor_clock import VendorClock
 
-__all__ = ["make_sandbox"]
+__all__ = ["make_sandbox", "s3", "s3_application"]
 
 pytestmark = pytest.mark.subprocess
 
@@ -141,6 +144,35 @@ def test_a_job_gets_a_machine_of_its_own_and_leaves_nothing_behind(shop):
     assert first["plan"] == last["plan"] == plan and last["machine_id"] == document["machine"]
     again = s.run(plan)
     assert again.exit_code == 0 and again.document["job"] == "J-000001" and s.creates == 1
+
+
+def test_outputs_with_a_durable_home_are_there_before_the_machine_goes(shop, s3, monkeypatch):
+    from gpu_skills.jobs import expiry
+
+    s = shop()
+    (s.root / "gpujob.yaml").write_text(f"run: python3 train.py\noutputs: {{uri: '{s3.uri}/runs'}}\n")
+    handed: list[int] = []
+    hand_over = expiry.hand_over
+    monkeypatch.setattr(expiry, "hand_over", lambda *given: handed.append(hand_over(*given)))
+    shown = s.gpu("plan", "--freeze", "--", "python3", "train.py")
+    assert f"{s3.uri}/runs" in shown.stdout
+    result = s.run(s.plan(), "--yes", "--hold-for", "0")
+    assert result.exit_code == 0, result.stderr
+    assert result.document["machine_state"] == "destroyed" and "not pushed" not in result.stderr
+    last = s.ledger()[-1]
+    assert {a["name"] for a in last["artifacts"]} == {"checkpoint-10/weights", "result.txt"}
+    assert all(a["uri"].startswith(f"{s3.uri}/runs/J-000001-") for a in last["artifacts"])
+    assert len(s3.keys()) == 2 and handed == [expiry.SLOTS + 1]
+    kept = [path for path in (s.root / ".pi").rglob("*") if path.is_file() and b"X-Amz-" in path.read_bytes()]
+    assert kept == [], "an address is a key"
+
+
+def test_a_home_that_is_not_there_is_said_before_anything_is_rented(shop, s3):
+    s = shop()
+    (s.root / "gpujob.yaml").write_text("run: python3 train.py\noutputs: {uri: 's3://no-such-bucket-here/runs'}\n")
+    result = s.run(s.plan(), "--yes")
+    assert result.exit_code == 125 and result.error["code"] == "bucket_missing"
+    assert s.creates == 0 and s.ledger() == []
 
 
 def test_on_runpod_it_is_the_same(shop):
@@ -404,6 +436,24 @@ def test_a_stopped_machine_that_is_kept_is_named_with_what_its_disk_costs(shop):
     assert named["what"] == "stopped" and 0 < named["burn_usd_hr"] < 0.1
     assert f"gpu machine destroy {machine['id']}" in named["next_step"]
     assert s.machines()[0]["status"] == "stopped"
+
+
+def test_a_disk_that_is_full_once_the_machine_is_there_does_not_read_as_if_nothing_were_billing(shop, monkeypatch):
+    s = shop()
+    plan = s.plan()
+    here, write, op = threading.get_ident(), os.write, s.operator()
+
+    def writing(descriptor: int, data: Any) -> int:
+        if threading.get_ident() == here and any(run.state == "won" for run in runs.all_runs(op)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", writing)
+        result = s.run(plan, "--yes")
+    assert result.exit_code == 125 and len(s.burning()) == 1
+    assert result.error["may_be_billing"] is True and "gpu reconcile" in result.error["next_step"], result.error
+    assert s.run(plan, "--hold-for", "0").exit_code == 0 and s.burning() == [] and s.creates == 1
 
 
 # cancelled ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from gpu_skills.lifecycle import machines, runs
 from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.lifecycle.runs import Attempt, Run
+from gpu_skills.state import budget
 from renting import play_machines, rent
 
 pytestmark = pytest.mark.subprocess
@@ -148,6 +149,25 @@ def test_with_a_damaged_run_reconcile_goes_on_and_says_so_and_nothing_more_is_re
     assert r.creates == 1
     release.destroy(r.op, machine, why="asked", wait_s=600)
     assert machines.find(r.project, machine.id).status == "destroyed" and not r.burning()
+
+
+def test_a_run_that_is_damaged_while_a_plan_waits_ends_the_wait_before_the_next_create(rig):
+    r = rig("vast", containers=False)
+    play_machines(r)
+    r.fault("no_capacity", times=0)
+    runs.create(r.op, a_run(r.op, project_id="another"))
+    sleep = r.clock.sleep
+
+    def sleeping(seconds: float) -> None:
+        sleep(seconds)
+        if seconds == 60 and len([s for s in r.clock.slept if s == 60]) == 1:
+            spoilt(r.op, lambda content: content.update(attempts=7))
+            r.sandbox.faults.clear()  # from now on there is something to be had
+
+    r.clock.sleep = sleeping
+    with pytest.raises(StateError, match=APPROVAL):
+        rent(r, capacity={"mode": "wait", "attempts": 3, "interval_s": 60})
+    assert not r.burning() and budget.open_reservations(r.project, r.op.environ) == {}
 
 
 @pytest.mark.parametrize("fails", ["open", "flock"])

@@ -101,8 +101,23 @@ def run(args: list[str], obj: object | None = None) -> int:
         where = debuglog.record(exc)
         said = debuglog.redact(f"{type(exc).__name__}: {exc}", debuglog.secrets_of(os.environ))
         error = Bug(message=said, log=where)
+    _tell_what_bills(error, obj, sandbox=sandbox, leaf=leaf)
     print_error(error, as_json=as_json, sandbox=sandbox)
     return error.exit_code if failure_exit is None else failure_exit
+
+
+def _tell_what_bills(error: GpuError, obj: object | None, *, sandbox: bool, leaf: click.Command | None) -> None:
+    """Before an error is shown: what else is true while this command is of no use. A failure here changes nothing."""
+    from gpu_skills.cli import at_stake
+    from gpu_skills.cli.context import Context
+
+    try:
+        context = obj if isinstance(obj, Context) else Context()
+        if sandbox and not context.sandbox:
+            context.enter_sandbox()
+        at_stake.tell(error, context, needs_records=getattr(leaf, "name", None) != "sentinel")
+    except GpuError:
+        return
 
 
 def _complaint(exc: click.UsageError) -> str:

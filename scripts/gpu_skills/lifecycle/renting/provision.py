@@ -267,6 +267,7 @@ class _Launch:
         cost_usd = accounting.cost_of(self.op, run)
         self.plan = replace(self.plan, deadline_s=self._deadline_s(cost_usd))
         try:
+            runs.require_readable(self.op)
             receipts.require_recent(self.op, self.plan.provider, creation.fuse_action(self.op, self.plan))
             self._require_within_ceilings(cost_usd)
         except GpuError as exc:
