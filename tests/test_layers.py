@@ -146,6 +146,7 @@ ALLOWED = {
     ("remote/runner.py", "process"): "starts the job on the machine, behind the door remote.execute",
     ("remote/transport.py", "write"): "feeds the runner's standard input, behind the door remote.execute",
     ("remote/transport.py", "process"): "starts the runner on this machine, behind the door remote.execute",
+    ("remote/tunnel.py", "network"): "a port of our loopback; what goes through it is behind the door remote.execute",
     ("remote/ssh.py", "network"): "the connection to a machine, behind the door remote.execute",
     ("remote/ssh.py", "process"): "a ProxyCommand of the user's SSH configuration",
     ("remote/sshconfig.py", "network"): "the name of this host, for the token %l",

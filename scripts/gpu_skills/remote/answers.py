@@ -17,7 +17,7 @@ MAX_PAYLOAD_BYTES = 4 << 20
 MAX_COUNT = 1 << 53
 MAX_DURATION_S = 10 * 366 * 86400  # a job that claims more would be booked at it
 PROTOCOL = 1
-JOB_STATES = frozenset({"running", "succeeded", "failed", "timeout", "cancelled", "lost", "unknown"})
+JOB_STATES = frozenset({"running", "succeeded", "failed", "timeout", "cancelled", "lost", "unknown", "suspended"})
 
 Check = Callable[[Any], bool]
 

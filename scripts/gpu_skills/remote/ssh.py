@@ -12,6 +12,7 @@ import os
 import shlex
 import socket
 import subprocess
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 BANNER_TIMEOUT_S = 15.0
 AUTH_TIMEOUT_S = 30.0
 AGENT_TIMEOUT_S = 5.0
+_PROHIBITED = 1  # RFC 4254: administratively prohibited
 KEEPALIVE_S = 15
 DEAD_PEER_S = 60
 WINDOW_BYTES = 16 << 20  # what a machine may send before we have read it
@@ -67,6 +69,7 @@ class SshTransport:
         self._vouched = vouched
         self._settings: SshSettings | None = None
         self._connection: paramiko.Transport | None = None
+        self._one_connects = threading.RLock()  # a tunnel's threads open their channels on it too
         self.pin: Pin | None = None
 
     @property
@@ -77,13 +80,14 @@ class SshTransport:
 
     def start(self, command: str) -> Channel:
         """Raises Unreachable, AuthFailed, HostKeyMismatch or NetworkDenied."""
-        if self._connection is not None:
-            # It may be dead without anybody having noticed: a new one costs less than a wrong error.
-            with contextlib.suppress(Unreachable):
-                return self._start(command)
-            self.close()
-        self._connection = self._connect()
-        return self._start(command)
+        with self._one_connects:
+            if self._connection is not None:
+                # It may be dead without anybody having noticed: a new one costs less than a wrong error.
+                with contextlib.suppress(Unreachable):
+                    return self._start(command)
+                self.close()
+            self._connection = self._connect()
+            return self._start(command)
 
     def _start(self, command: str) -> SshChannel:
         assert self._connection is not None
@@ -92,6 +96,29 @@ class SshTransport:
             channel.settimeout(BANNER_TIMEOUT_S)
             channel.exec_command(command.encode("utf-8", "surrogateescape"))
         return SshChannel(channel, self.host, self.settings.user)
+
+    def open_port(self, port: int) -> paramiko.Channel:
+        """A connection to that port of the machine's own loopback; called by the threads of a tunnel.
+
+        Unreachable when the machine has nothing there, or its server forwards nothing.
+        """
+        import paramiko
+
+        with self._one_connects:
+            if self._connection is None or not self._connection.is_active():
+                self.close()
+                self._connection = self._connect()
+            connection = self._connection
+        try:
+            with translated(self.host, self.settings.user):
+                where = ("127.0.0.1", port)
+                return connection.open_channel("direct-tcpip", where, ("127.0.0.1", 0), timeout=BANNER_TIMEOUT_S)
+        except Unreachable as exc:
+            refusal = exc.__cause__
+            if isinstance(refusal, paramiko.ChannelException) and refusal.code == _PROHIBITED:
+                reason = "its SSH server forwards no ports (AllowTcpForwarding)"
+                raise Unreachable(host=self.host, reason=reason) from refusal
+            raise
 
     def failed(self, words: str) -> GpuError:
         return Unreachable(host=self.host, reason=words or "the connection closed before it said anything")
