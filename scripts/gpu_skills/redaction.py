@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 
 _HEADER = re.compile(
-    r"(?i)\b(authorization|x-api-key|api[_-]?key|token|password|secret)(\"?\s*[:=]\s*\"?)(bearer\s+)?[^\s\"',&}]+"
+    r"(?i)(?<![a-z])(authorization|x-api-key|(?:api|access)[_-]?key|token|password|secret)(\"?\s*[:=]\s*\"?)"
+    r"((?:bearer|basic)\s+)?[^\s\"',&}]+"
 )
-_SHAPES = re.compile(r"\b(hf_|sk-|rpa_|sbx_|ghp_|AKIA)[A-Za-z0-9_-]{8,}")
+_SHAPES = re.compile(r"\b(hf_|sk-|rpa_|sbx_|ghp_|github_pat_|AKIA)[A-Za-z0-9_-]{8,}")
+_LOGIN = re.compile(r"(://)[^\s/@:]{0,100}:[^\s/@]{1,200}@")  # of an address, `user:password@`
 # What makes a presigned URL a key; the older form has no prefix.
 _SIGNED = re.compile(
     r"(?i)([?&](?:x-amz-(?:signature|credential|security-token)|signature|awsaccesskeyid)=)[^\s&\"'<>]+"
@@ -23,6 +25,7 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, "***")
     text = _SIGNED.sub(lambda m: f"{m.group(1)}***", text)
+    text = _LOGIN.sub(lambda m: f"{m.group(1)}***@", text)
     text = _HEADER.sub(lambda m: f"{m.group(1)}{m.group(2)}***", text)
     return _SHAPES.sub(lambda m: f"{m.group(1)}***", text)
 
