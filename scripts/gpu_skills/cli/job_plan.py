@@ -259,7 +259,7 @@ def _to_the_end(
         return _detached(context, launched, link)
     while True:
         try:
-            link = _followed(context, op, launched, link, watch)
+            link, state = _followed(context, op, launched, link, watch)
         except (*LOST, CancelRequested) as exc:
             return _without_machine(context, op, launched, exc)
         except KeyboardInterrupt:
@@ -269,9 +269,11 @@ def _to_the_end(
             exc.details["job"] = _document(context, op, launched)
             exc.next_step = f"gpu job run --plan {launched.plan[:12]} follows again; {_until(link.machine)}"
             raise
+        # First, so that the ledger's line can say where the outputs are. What fails here is told by the next try.
+        pulled = _pull_if_possible(context, link, launched.job) if state != "lost" else None
         disposable.settle(op, link)
         if not disposable.may_try_again(op, launched, _machine_now(op, link)):
-            return _collected(context, op, launched, link)
+            return _collected(context, op, launched, link, pulled)
         work = work or _prepared(context, found, launched.job_timeout_s, (), (), launched)
         before, launched = launched.job, disposable.try_again(op, launched)
         say(f"{before} went down with its container; {launched.job} is its second and last try, on the same machine")
@@ -292,14 +294,14 @@ def _machine_now(op: Operator, link: Link) -> Machine:
     return machines.find(op.project, link.machine.id) or link.machine
 
 
-def _followed(context: Context, op: Operator, launched: Launch, link: Link, watch: Watch) -> Link:
-    """Stream to the job's end; the link it ended on, which is another one when the machine has moved."""
+def _followed(context: Context, op: Operator, launched: Launch, link: Link, watch: Watch) -> tuple[Link, str]:
+    """Stream to the job's end: the link it ended on, which is another one when the machine has moved, and its state."""
     from gpu_skills.jobs.watching import Moved
 
     while True:
         try:
-            stream(context, link, launched.job, watch.offset, to_stderr=context.json, watch=watch)
-            return link
+            final = stream(context, link, launched.job, watch.offset, to_stderr=context.json, watch=watch)
+            return link, final.status["state"]
         except Moved:
             say(f"{link.machine.id} is back at another address")
             link = watch.connect()
@@ -322,12 +324,12 @@ def _without_machine(context: Context, op: Operator, launched: Launch, exc: Base
     raise exc
 
 
-def _collected(context: Context, op: Operator, launched: Launch, link: Link) -> Output:
+def _collected(context: Context, op: Operator, launched: Launch, link: Link, pulled: Output | None) -> Output:
     from gpu_skills.jobs import device_errors, observe
 
     job = launched.job
     try:
-        pulled = _pull(context, link, job)
+        pulled = pulled or _pull(context, link, job)
     except GpuError as exc:
         exc.details["job"] = _document(context, op, launched)
         again = f"gpu job pull {job} --force, then gpu job run --plan {launched.plan[:12]}"
@@ -397,6 +399,15 @@ def _pull(context: Context, link: Link, job: str) -> Output:
     # Again, so that the ledger's line can say where the outputs are now.
     disposable.settle(context.operator, link)
     return output
+
+
+def _pull_if_possible(context: Context, link: Link, job: str) -> Output | None:
+    from gpu_skills.cli.job import pull_outputs
+
+    try:
+        return pull_outputs(context, link, job)
+    except GpuError:
+        return None
 
 
 def _pull_quietly(context: Context, link: Link, job: str) -> None:
