@@ -25,6 +25,7 @@ from gpu_skills.lifecycle.plans.preflight import Reason
 from gpu_skills.lifecycle.plans.wanted import SHORTEST_S
 from gpu_skills.lifecycle.plans.worst_case import SETUP_CAP_S, WorstCase
 from gpu_skills.providers.gpus import same_model
+from gpu_skills.providers.known import traits_of
 from gpu_skills.sandbox.vast_instances import STOPPED_STORAGE_FACTOR
 from gpu_skills.state import files
 
@@ -154,7 +155,7 @@ def test_with_no_gpu_written_runpod_gives_its_defaults_in_order(runpod):
 def test_defaults_that_are_too_small_are_kept_with_the_reason_and_the_smallest_that_do_follow(runpod):
     made = plan_job(runpod, "compute: {min_vram_gb: 40}")
     assert made.candidates[0].left_out == "NVIDIA RTX A5000 has 24 GB, 40 GB are needed"
-    assert made.tried and all(c.gpu not in planning.DEFAULT_CANDIDATES["runpod"] for c in made.tried)
+    assert made.tried and all(c.gpu not in traits_of("runpod").default_candidates for c in made.tried)
 
 
 def test_a_class_that_cannot_satisfy_the_need_is_left_out_with_its_reason_and_the_others_are_tried(vast):

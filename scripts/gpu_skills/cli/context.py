@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_skills.cli.output import in_sandbox, say
 from gpu_skills.clock import Clock, SystemClock
+from gpu_skills.providers.known import RENTED_PROVIDERS
 
 if TYPE_CHECKING:
     from gpu_skills.config import GpuConfig
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from gpu_skills.state.project import Project
 
 OWN_PROVIDERS = ("local", "ssh")
-RENTED_PROVIDERS = ("vast", "runpod")
 
 
 class Context:

@@ -288,7 +288,11 @@ class Traits:
 
     relabel_is_safe: changing the label does not touch a running machine. stop_keeps: what survives a stop.
     stopped_storage_times: how much dearer than in an offer its disk may be while the machine stands still, at most.
-    key_reaches_instance: how the SSH public key gets in, `at_create` or `attach`.
+    key_reaches_instance: how the SSH public key gets in, `at_create` or `attach`. whose_machine: what a person who is
+    asked to agree should know of where their data goes. default_candidates: GPU models to try where nobody named any.
+    mounts_volumes: it has network volumes, and a create names the data centres it may stand in. bills_traffic: by the
+    GB, told only by its charges. stops_what_is_lost: a machine beyond recovery takes a stop; where not, it bills until
+    it is destroyed.
     """
 
     name: str
@@ -300,6 +304,11 @@ class Traits:
     shows_balance: bool
     states_reliability: bool
     max_label_chars: int
+    whose_machine: str
+    mounts_volumes: bool
+    bills_traffic: bool
+    stops_what_is_lost: bool
+    default_candidates: tuple[str, ...] = ()
     stopped_storage_times: Decimal = Decimal(1)
 
 

@@ -21,6 +21,7 @@ from gpu_skills.lifecycle.books.lives import Stretch
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.providers.base import Charge
+from gpu_skills.providers.known import RENTED_PROVIDERS, traits_of
 from gpu_skills.state import files
 from gpu_skills.state.project import Project
 from gpu_skills.units import json_number, usd
@@ -32,7 +33,6 @@ CORRECTED_WITHIN = timedelta(days=28)
 CORRECTED = "charges_corrected"
 LONGEST_QUESTION = timedelta(days=30)  # charges are asked for a month at a time
 _TRAFFIC = ("download", "upload")
-_BILLS_TRAFFIC = ("vast",)
 _EVEN = Decimal("0.00001")  # providers round each part they list
 # A provider is believed up to so many times what time and rate make, and a sum that any machine may cost.
 _MOST_TIMES = 10
@@ -223,7 +223,8 @@ def without_traffic(project: Project, since: datetime | None = None) -> list[Mac
     return [
         machine
         for machine in machines.all_machines(project)
-        if machine.provider in _BILLS_TRAFFIC
+        if machine.provider in RENTED_PROVIDERS
+        and traits_of(machine.provider).bills_traffic
         and machine.instance_id is not None
         and machine.id not in corrected
         and (since is None or (time_of(machine.destroyed_at) or since) >= since)

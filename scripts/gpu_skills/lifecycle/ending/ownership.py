@@ -12,6 +12,7 @@ from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.providers.base import Machine as Instance
+from gpu_skills.providers.known import traits_of
 
 PROTECTED = "protected"
 
@@ -42,10 +43,11 @@ def needs_named_approval(machine: Machine, seen: Instance | None) -> bool:
 
 
 def workspace_survives(seen: Instance) -> bool:
-    """Whether what jobs wrote is there again after a stop. Without a mount of its own a RunPod pod keeps nothing."""
-    return seen.provider != "runpod" or bool(seen.storage_usd_hr)
+    """Whether what jobs wrote is there again after a stop: where only a mount of its own is, it has to have one."""
+    return traits_of(seen.provider).stop_keeps == "disk" or bool(seen.storage_usd_hr)
 
 
 def may_be_stopped(seen: Instance) -> bool:
-    """Whether the provider takes a stop of it. A RunPod pod beyond recovery can only go, and bills until then."""
-    return not (seen.provider == "runpod" and seen.status == "unknown" and seen.dead_end is not None)
+    """Whether the provider takes a stop of it. One beyond recovery may only be able to go, and bills until then."""
+    is_lost = seen.status == "unknown" and seen.dead_end is not None
+    return not is_lost or traits_of(seen.provider).stops_what_is_lost

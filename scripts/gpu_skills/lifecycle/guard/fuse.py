@@ -95,7 +95,10 @@ def runner_root(keeps: str) -> str:
 
 @dataclass(frozen=True)
 class _Wire:
-    """How a machine of one vendor speaks for itself: variables of its environment, and the requests."""
+    """How a machine of one vendor speaks for itself: variables of its environment, and the requests.
+
+    is_command: the start text takes the place of the image's command, as one shell word, and has to do its work.
+    """
 
     vendor_url: str
     key_variable: str
@@ -103,6 +106,7 @@ class _Wire:
     probe: tuple[str, str, str]
     stop: tuple[str, str, str]
     destroy: tuple[str, str, str]
+    is_command: bool
 
 
 # The probe asks for what is so already: the answer tells whether the key was accepted, and nothing changes.
@@ -114,6 +118,7 @@ _WIRES = {
         probe=("PUT", "", '{"state":"running"}'),
         stop=("PUT", "", '{"state":"stopped"}'),
         destroy=("DELETE", "", "{}"),
+        is_command=False,
     ),
     "runpod": _Wire(
         "https://api.runpod.io",
@@ -122,6 +127,7 @@ _WIRES = {
         probe=("POST", "/action", '{"action":"start"}'),
         stop=("POST", "/action", '{"action":"stop"}'),
         destroy=("POST", "/action", '{"action":"terminate"}'),  # the call that the probe has proven
+        is_command=True,
     ),
 }
 
@@ -160,10 +166,10 @@ def bootstrap(
     ]
     if then is not None:
         lines.append(then)
-    elif provider == "runpod":
+    elif wire.is_command:
         lines += _compact("start_script.sh")
     text = "\n".join(lines)
-    if provider == "runpod":
+    if wire.is_command:
         text = f"bash -c {shlex.quote(text)}"
     if len(text) > MAX_BOOTSTRAP_CHARS:
         raise UsageError(

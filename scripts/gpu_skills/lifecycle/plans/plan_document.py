@@ -21,10 +21,6 @@ from gpu_skills.providers.base import RentedReader, Requirements
 from gpu_skills.units import format_duration, format_usd, json_number, usd
 
 VALID_FOR = timedelta(hours=1)
-_WHOSE = {
-    "vast": "somebody's machine in Vast's market, whose owner could read what is on it",
-    "runpod": "a machine in RunPod's secure cloud",
-}
 
 
 def document(
@@ -89,7 +85,7 @@ def document(
         ceilings_left={name: None if value is None else json_number(value) for name, value in left.items()},
         outputs_ephemeral=not need.persistent,
         secrets=wish.secrets,
-        whose_machine=_WHOSE.get(config.provider),
+        whose_machine=reader.traits.whose_machine,
         job=wish.job,
         inputs=wish.inputs,
         resume_from=wish.resume_from,

@@ -23,7 +23,8 @@ from gpu_skills.lifecycle.plans.plan import EXPECTED_TIMES, Plan
 from gpu_skills.lifecycle.plans.preflight import Reason
 from gpu_skills.lifecycle.plans.wanted import SHORTEST_S, Wish
 from gpu_skills.lifecycle.plans.worst_case import WorstCase
-from gpu_skills.providers.base import RentedReader, Requirements
+from gpu_skills.providers.base import RentedReader, Requirements, Traits
+from gpu_skills.providers.known import traits_of
 from gpu_skills.state import budget
 from gpu_skills.state import policy as policies
 from gpu_skills.state.budget import Books
@@ -33,7 +34,6 @@ from gpu_skills.units import format_duration, format_usd, json_number
 
 DEFAULT_MAX_LEASE_S = 12 * 3600.0
 SETUP_S = 1800.0  # the longest set-up of most machines, and time for inputs and outputs
-DEFAULT_CANDIDATES = {"runpod": ("NVIDIA RTX A5000", "NVIDIA A40")}
 
 
 def plan_project(op: Operator, config: GpuConfig, *, interruptible: bool = False) -> Plan:
@@ -121,10 +121,10 @@ def usual_lease_s(expected_s: float | None, hold_for_s: float | None, job_timeou
     return min(DEFAULT_MAX_LEASE_S, max(SHORTEST_S, work_s + (hold_for_s or 0.0) + SETUP_S))
 
 
-def candidates_of(config: GpuConfig) -> tuple[str, ...]:
+def candidates_of(config: GpuConfig, traits: Traits) -> tuple[str, ...]:
     """The GPU classes in the order in which they are tried; empty: the smallest that do."""
     written = tuple(dict.fromkeys(name for name in (config.compute.gpu, *config.compute.candidates) if name))
-    return written or DEFAULT_CANDIDATES.get(config.provider, ())
+    return written or traits.default_candidates
 
 
 # the steps --------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def _planned(op: Operator, wish: Wish, policy: Policy) -> Plan:
 def _before_the_market(wish: Wish) -> list[Reason]:
     compute = wish.config.compute
     reasons = preflight.disk(compute.disk_gb, wish.needs, weights_gb=wish.weights_gb, inputs_bytes=wish.inputs_bytes)
-    if wish.volume_id is not None and wish.config.provider != "runpod":
+    if wish.volume_id is not None and not traits_of(wish.config.provider).mounts_volumes:
         reasons.append(
             Reason("volume_location", f"{wish.config.provider} has no network volumes", "plan without --volume")
         )
@@ -197,7 +197,7 @@ def _measured(
     config = wish.config
     need = _need(wish, reader, money.policy)
     is_written = bool(config.compute.gpu or config.compute.candidates)
-    found = _classes(reader, need, candidates_of(config), is_written=is_written)
+    found = _classes(reader, need, candidates_of(config, reader.traits), is_written=is_written)
     known, now = memory.load(op.project), op.clock.now()
     use = Use(((wish.expected_s or 3600) + (wish.hold_for_s or 0)) / 3600, wish.weights_gb)
 
@@ -225,7 +225,7 @@ def _need(wish: Wish, reader: RentedReader, policy: Policy) -> Requirements:
         disk_gb=math.ceil(compute.disk_gb),
         max_rate_usd_hr=min(rates, default=None),
         min_cuda=wish.needs.cuda,
-        volume_id=wish.volume_id if wish.config.provider == "runpod" else None,
+        volume_id=wish.volume_id if reader.traits.mounts_volumes else None,
         interruptible=wish.interruptible,
         persistent=not wish.is_ephemeral(reader.traits),
     )

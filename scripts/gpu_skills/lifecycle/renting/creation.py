@@ -158,7 +158,7 @@ def keeps(op: Operator, plan: Plan) -> str:
 def spec_of(op: Operator, plan: Plan, offer: Offer, attempt: Attempt) -> MachineSpec:
     """The machine to ask for, born with its fuse."""
     reader = op.reader(plan.provider)
-    is_kept = plan.provider == "runpod" and keeps_workspace(op, plan) and plan.volume_id is None
+    is_kept = reader.traits.stop_keeps == "workspace" and keeps_workspace(op, plan) and plan.volume_id is None
     assert attempt.deadline_at is not None
     bootstrap = fuse.bootstrap(
         provider=plan.provider,
@@ -189,10 +189,11 @@ def spec_of(op: Operator, plan: Plan, offer: Offer, attempt: Attempt) -> Machine
 
 def data_centers(op: Operator, plan: Plan, offer: Offer) -> tuple[str, ...]:
     """Where it may stand, as the create has to say it: the volume's place, else those of the plan that have some."""
-    if plan.provider != "runpod":
+    reader = op.reader(plan.provider)
+    if not reader.traits.mounts_volumes:
         return ()
     if plan.volume_id is not None:
-        volumes = op.reader(plan.provider).volumes()  # type: ignore[attr-defined]
+        volumes = reader.volumes()  # type: ignore[attr-defined]
         return tuple(volume.location for volume in volumes if volume.volume_id == plan.volume_id)
     wanted = [place.upper() for place in plan.locations]
     codes = [code.strip() for code in (offer.location or "").split(",") if code.strip()]

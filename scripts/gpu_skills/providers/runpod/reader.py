@@ -35,6 +35,11 @@ TRAITS = Traits(
     shows_balance=True,
     states_reliability=False,
     max_label_chars=191,
+    whose_machine="a machine in RunPod's secure cloud",
+    mounts_volumes=True,
+    bills_traffic=False,
+    stops_what_is_lost=False,
+    default_candidates=("NVIDIA RTX A5000", "NVIDIA A40"),
 )
 _LOG_STREAM_S = 5.0
 _MAX_HOURLY_RECORDS = timedelta(days=31)

@@ -26,6 +26,10 @@ TRAITS = Traits(
     shows_balance=True,
     states_reliability=True,
     max_label_chars=256,
+    whose_machine="somebody's machine in Vast's market, whose owner could read what is on it",
+    mounts_volumes=False,
+    bills_traffic=True,
+    stops_what_is_lost=True,
     stopped_storage_times=Decimal("1.25"),  # an offer has the rate of a running one; a fifth more was seen
 )
 # With fewer than this the whole market of the shape is asked once, to say what removed the others.
