@@ -243,9 +243,7 @@ class Context:
             account=self.account,
             connect=self.connect,
             running_jobs=lambda machine: gone.running_on(self.ledger, machine),
-            unverified=lambda machine: gone.unverified_on(
-                self.project, self.ledger, machine, now=self.clock.now()
-            ),
+            unverified=lambda machine: gone.unverified_on(self.project, self.ledger, machine, now=self.clock.now()),
             settle_jobs=lambda machine, why, at=None: gone.end_jobs(
                 self.project, self.ledger, self.clock, machine, why, at=at, notify=self.notifier.send
             ),
