@@ -20,7 +20,7 @@ from gpu_skills.errors import ApprovalNeeded, ApprovalUsed, GpuError, RemoteErro
 from gpu_skills.lifecycle import intents, labels, machines, project_machine, runs, states
 from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.approval.approvals import Approval, Ask
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import release, stops
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.recovery import reconcile
@@ -208,7 +208,7 @@ class Life:
         def stopped() -> None:
             machine = self.machine
             if machine is not None and machine.status != "stopped":
-                release.stop(self.r.op, machine)
+                stops.stop(self.r.op, machine)
 
         self._do("stop", stopped)
         self.r.clock.sleep(900)

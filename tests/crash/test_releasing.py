@@ -15,7 +15,7 @@ from gpu_skills.errors import Unreachable
 from gpu_skills.jobs import release as jobs_release
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle import machines
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import stops
 from lifecycle.conftest import make_sandbox, rig
 from renting import play_machines, rent
 from run_by_hand import job
@@ -70,7 +70,7 @@ def test_death_anywhere_in_a_destroy_is_made_good(rig, tmp_path, vendor, side, p
 def stopping(rig: Any, vendor: str, home: Path) -> Stage:
     """Its disk stays, and with it what the job left."""
     r, machine, _ = worked(rig, vendor, home)
-    return Stage(r, lambda: release.stop(r.op, machines.find(r.project, machine.id), why="idle"))
+    return Stage(r, lambda: stops.stop(r.op, machines.find(r.project, machine.id), why="idle"))
 
 
 @both

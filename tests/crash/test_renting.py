@@ -17,7 +17,7 @@ from gpu_skills.lifecycle import machines
 from gpu_skills.lifecycle.approval import actions, approvals
 from gpu_skills.lifecycle.approval.actions import ActionPlan
 from gpu_skills.lifecycle.approval.approvals import Approval
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import stops
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.renting import keeping, provision
 from lifecycle.conftest import make_sandbox, rig
@@ -124,7 +124,7 @@ def starting(rig: Any, vendor: str, home: Path) -> Stage:
     """A machine that sleeps is told to start, under an approval of its own."""
     r = rig(vendor, home=home, containers=False)
     play_machines(r)
-    machine = release.stop(r.op, rent(r, machine_class="project").machine, why="idle")
+    machine = stops.stop(r.op, rent(r, machine_class="project").machine, why="idle")
     r.clock.sleep(600)
     _, approval = allowed(r, "start", machine)
 

@@ -14,7 +14,7 @@ from gpu_skills.clock import timestamp
 from gpu_skills.errors import UnexpectedReply
 from gpu_skills.lifecycle import intents, machines, runs
 from gpu_skills.lifecycle.books import accounting, charged, lives
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import witness
 from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.providers.base import Charge
 from gpu_skills.state import budget, journal
@@ -58,7 +58,7 @@ def start(r, hand) -> None:
 def destroy(r, hand, wait_s: float = 90) -> None:
     r.writer.destroy(hand.machine.instance_id)
     for _ in range(3):
-        intents.observe(r.project, r.clock, release.ABSENT, machine_id=hand.machine_id)
+        intents.observe(r.project, r.clock, witness.ABSENT, machine_id=hand.machine_id)
         r.clock.sleep(wait_s / 3)
     changed(r, hand, status="destroyed", destroyed_at=timestamp(r.clock.now()))
 
@@ -421,4 +421,4 @@ def test_what_is_settled_already_is_not_settled_again(rig, vendor):
 
 
 def test_the_words_for_what_was_seen_are_those_of_a_release(vendor):
-    assert (lives.PRESENT, lives.ABSENT) == (release.PRESENT, release.ABSENT)
+    assert (lives.PRESENT, lives.ABSENT) == (witness.PRESENT, witness.ABSENT)

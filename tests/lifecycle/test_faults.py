@@ -10,7 +10,7 @@ import pytest
 
 from faulty_lives import PHASES, Life, fault
 from gpu_skills.errors import ConflictingState
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import stops
 from gpu_skills.lifecycle.guard import sentinel
 from gpu_skills.sandbox.faults import ACCOUNT, CALL, INSTANCE, KINDS, WORK
 from rented import rent
@@ -212,7 +212,7 @@ def test_a_pod_beyond_recovery_goes_at_its_deadline_since_nothing_stops_it(rig: 
     machine = rent(r, hours=1)
     r.sandbox.world.apply_faults([{"match": {"instance": machine.instance_id}, "fault": "exited"}])
     with pytest.raises(ConflictingState) as caught:
-        release.stop(r.op, machine)
+        stops.stop(r.op, machine)
     assert caught.value.next_step == f"gpu machine destroy {machine.id}" and r.burning()
     r.clock.sleep(3600)
     project, account = r.project.project_id, r.op.account("runpod")

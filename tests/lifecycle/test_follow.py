@@ -15,7 +15,7 @@ from gpu_skills.jobs.launch import Limits
 from gpu_skills.lifecycle import machines, project_machine, runs
 from gpu_skills.lifecycle.approval import actions, approvals
 from gpu_skills.lifecycle.approval.actions import ActionPlan
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import stops
 from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.lifecycle.renting import bringup, provision
 from renting import alive, approved, guarded, play_machines, roomy
@@ -103,7 +103,7 @@ def test_a_machine_that_was_ready_before_its_approval_was_told_is_brought_up_lik
 @DEFECTS
 def test_a_start_that_was_over_does_not_give_out_a_machine_without_its_fuse(shop, monkeypatch, defect):
     r, fuses = shop
-    machine = release.stop(r.op, provision.provision(r.op, *approved(r, machine_class="project")).machine, why="idle")
+    machine = stops.stop(r.op, provision.provision(r.op, *approved(r, machine_class="project")).machine, why="idle")
     now = r.clock.now()
     plan = ActionPlan(
         "start", r.project.project_id, machine.id, machine.provider, instance_id=machine.instance_id,

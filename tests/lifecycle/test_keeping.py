@@ -18,7 +18,7 @@ from gpu_skills.errors import ApprovalNeeded, CommandFailed, FuseMissing, OverCe
 from gpu_skills.lifecycle import intents, labels, machines, notify
 from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.approval.approvals import Approval
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import stops
 from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.renting import keeping
@@ -229,7 +229,7 @@ def test_a_deadline_edited_on_record_makes_no_extension_cheap(rig, slip):
 
 def test_a_deadline_edited_on_record_is_not_what_a_start_goes_back_to(rig):
     r = rig("vast")
-    machine = release.stop(r.op, rent(r, hours=2))
+    machine = stops.stop(r.op, rent(r, hours=2))
     machines.update(r.project, machine.id, lambda m: replace(m, deadline_at="2036-01-01T00:00:00Z"))
     assert keeping.start_plan(r.op, machine, lasts_s=3600, session_usd=None).old_deadline_at == machine.deadline_at
 

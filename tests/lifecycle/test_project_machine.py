@@ -11,7 +11,7 @@ from gpu_skills.config import GpuConfig, load_gpu_yaml
 from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending, NotReady
 from gpu_skills.lifecycle import machines, project_machine
 from gpu_skills.lifecycle.approval import approvals
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import stops
 from gpu_skills.lifecycle.recovery import reconcile, returned
 from renting import alive, guarded, play_machines, roomy
 
@@ -97,7 +97,7 @@ def test_a_yes_to_a_plan_for_something_else_is_not_used(rig):
 def test_a_stopped_one_is_started_again_with_a_yes_of_its_own(rig, vendor):
     r, human = prepared(rig, vendor)
     machine = project_machine.ready(r.op, config(vendor), agree=human).machine
-    release.stop(r.op, machine, why="idle")
+    stops.stop(r.op, machine, why="idle")
     r.clock.sleep(600)
     link = project_machine.ready(r.op, config(vendor), agree=human)
     assert [ask.action for ask in human.asked] == ["rent", "start"] and r.creates == 1

@@ -13,7 +13,7 @@ import pytest
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.books import accounting
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import release, stops
 from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.state import budget, journal
 from gpu_skills.state.ledger import Ledger
@@ -365,7 +365,7 @@ def test_a_start_that_came_to_nothing_frees_its_money(rig, vendor):
     r = rig(vendor, containers=False)
     hand = ByHand(r).upto("close")
     hand.ready()
-    release.stop(r.op, hand.machine)
+    stops.stop(r.op, hand.machine)
     common = {"provider": vendor, "machine_id": hand.machine_id, "approval_id": "a_77"}
     intents.begin(r.project, r.clock, "start", "x9", **common)
     budget.reserve(

@@ -8,7 +8,7 @@ import pytest
 
 from dying import dies
 from gpu_skills.lifecycle import intents, machines
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import release, stops
 from gpu_skills.lifecycle.guard import sentinel, sentinel_records
 from rented import rent
 
@@ -56,8 +56,8 @@ def test_a_stop_that_died_anywhere_is_stopped_by_the_next(rig, side):
     while True:
         crossing += 1
         machine = rent(r, number=crossing)
-        died = dies(lambda: release.stop(r.op, machine), crossing=crossing, side=side)  # noqa: B023
-        assert release.stop(r.op, machine).status == "stopped"
+        died = dies(lambda: stops.stop(r.op, machine), crossing=crossing, side=side)  # noqa: B023
+        assert stops.stop(r.op, machine).status == "stopped"
         assert not [e for e in r.sandbox.world.burning() if e["kind"] == "gpu"]
         assert release.destroy(r.op, machine, why="asked", wait_s=600) == "destroyed"
         is_over(r, machine)

@@ -19,7 +19,7 @@ from gpu_skills.errors import (
 )
 from gpu_skills.lifecycle import intents, labels, machines
 from gpu_skills.lifecycle.approval import actions, approvals
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import release, stops, witness
 from gpu_skills.lifecycle.renting import keeping
 from rented import rent
 
@@ -42,7 +42,7 @@ def test_a_destroyed_machine_was_absent_three_times_over_a_minute_and_costs_noth
     assert looks(r, machine)[-3:] == ["absent"] * 3
     record = machines.find(r.project, machine.id)
     assert record.status == "destroyed" and record.destroyed_at is not None
-    assert release.open_destroy(r.op, machine.id) is None
+    assert witness.open_destroy(r.op, machine.id) is None
 
 
 @VENDORS
@@ -91,7 +91,7 @@ def test_a_key_that_may_not_destroy_is_an_error_an_alarm_and_an_open_wish(rig, s
     assert r.calls("destroy") == 3
     assert machines.find(r.project, machine.id).status == "terminating"
     assert [n[0] for n in r.notices] == ["destroy_unconfirmed"]
-    assert release.open_destroy(r.op, machine.id) is not None
+    assert witness.open_destroy(r.op, machine.id) is not None
 
 
 @VENDORS
@@ -182,7 +182,7 @@ def test_what_does_not_carry_our_label_is_never_asked_to_go(rig, vendor, label):
     with pytest.raises(NotOwned):
         release.destroy(r.op, machine, why="asked", wait_s=60)
     with pytest.raises(NotOwned):
-        release.stop(r.op, machine)
+        stops.stop(r.op, machine)
     assert r.calls("destroy") == 0 and r.calls("state") + r.calls("stop") == 0 and r.burning()
 
 
@@ -228,7 +228,7 @@ def test_what_stands_in_the_way_is_raised_before_anything_is_written(rig):
     with pytest.raises(JobRunning):
         release.destroy(r.op, machine, why="asked", gate=[JobRunning(job="J-000001")])
     assert r.calls("destroy") == 0 and machines.find(r.project, machine.id).status == "ready"
-    assert release.open_destroy(r.op, machine.id) is None
+    assert witness.open_destroy(r.op, machine.id) is None
 
 
 def test_destroying_it_again_changes_nothing(rig):
@@ -295,4 +295,4 @@ def test_no_network_is_a_refusal_and_nothing_is_written(rig):
     op = replace(r.op, reader=lambda name: NoNetwork())
     with pytest.raises(NetworkDenied):
         release.destroy(op, machine, why="asked")
-    assert release.open_destroy(r.op, machine.id) is None
+    assert witness.open_destroy(r.op, machine.id) is None

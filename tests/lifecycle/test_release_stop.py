@@ -9,7 +9,7 @@ import pytest
 from gpu_skills.errors import AlreadyGone, ApprovalUsed, AuthRejected, JobRunning, NotCollected, Protected, StopFailed
 from gpu_skills.lifecycle import intents, machines
 from gpu_skills.lifecycle.approval import approvals
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import release, stops
 from gpu_skills.lifecycle.renting import keeping
 from gpu_skills.state import budget
 from rented import rent
@@ -26,7 +26,7 @@ def test_a_stopped_machine_costs_its_storage_and_the_record_says_so(rig, vendor)
     r = rig(vendor)
     machine = rent(r, keeps=True)
     before = sum(e["rate_usd_hr"] for e in r.sandbox.world.burning())
-    stopped = release.stop(r.op, machine, why="asked")
+    stopped = stops.stop(r.op, machine, why="asked")
     assert stopped == machines.find(r.project, machine.id)
     assert stopped.status == "stopped" and stopped.session is None
     burn = sum(e["rate_usd_hr"] for e in r.sandbox.world.burning())
@@ -42,7 +42,7 @@ def test_a_stop_that_the_provider_refuses_leaves_it_stopping_and_burning(rig, ve
     machine = rent(r, keeps=True)
     r.fault("500", the_call(vendor), times=0)
     with pytest.raises(StopFailed):
-        release.stop(r.op, machine, wait_s=120)
+        stops.stop(r.op, machine, wait_s=120)
     record = machines.find(r.project, machine.id)
     assert record.status == "stopping" and record.conditions == ("stop_failed",)
     assert record.status in budget.BILLING and r.burning()
@@ -53,7 +53,7 @@ def test_a_stop_that_works_at_the_second_try_leaves_no_condition(rig):
     r = rig("vast")
     machine = rent(r)
     r.fault("500", "state", times=1)
-    assert release.stop(r.op, machine).conditions == ()
+    assert stops.stop(r.op, machine).conditions == ()
 
 
 def test_a_stop_that_failed_is_over_once_a_later_one_worked(rig):
@@ -61,8 +61,8 @@ def test_a_stop_that_failed_is_over_once_a_later_one_worked(rig):
     machine = rent(r)
     r.fault("500", "state", times=4)
     with pytest.raises(StopFailed):
-        release.stop(r.op, machine, wait_s=60)
-    assert release.stop(r.op, machine).conditions == ()
+        stops.stop(r.op, machine, wait_s=60)
+    assert stops.stop(r.op, machine).conditions == ()
 
 
 def test_a_key_that_may_not_stop_is_named_as_such(rig):
@@ -70,7 +70,7 @@ def test_a_key_that_may_not_stop_is_named_as_such(rig):
     machine = rent(r)
     r.fault("403", "state", times=0)
     with pytest.raises(AuthRejected):
-        release.stop(r.op, machine, wait_s=60)
+        stops.stop(r.op, machine, wait_s=60)
     assert machines.find(r.project, machine.id).conditions == ("stop_failed",)
 
 
@@ -79,9 +79,9 @@ def test_a_running_job_is_in_the_way_unless_its_deadline_has_come(rig):
     machine = rent(r)
     op = replace(r.op, running_jobs=lambda id: ["J-000007"])
     with pytest.raises(JobRunning):
-        release.stop(op, machine)
+        stops.stop(op, machine)
     assert r.calls("state") == 0
-    assert release.stop(op, machine, why="deadline_passed", despite_jobs=True).status == "stopped"
+    assert stops.stop(op, machine, why="deadline_passed", despite_jobs=True).status == "stopped"
 
 
 def test_outputs_that_are_nowhere_else_are_in_the_way_where_a_stop_wipes_the_disk(rig):
@@ -89,9 +89,9 @@ def test_outputs_that_are_nowhere_else_are_in_the_way_where_a_stop_wipes_the_dis
     machine = rent(r, keeps=False)
     op = replace(r.op, unverified=lambda id: ["J-000003", "J-000004"])
     with pytest.raises(NotCollected, match="J-000003") as caught:
-        release.stop(op, machine)
+        stops.stop(op, machine)
     assert caught.value.next_step == "gpu job pull J-000003" and r.burning()
-    assert release.stop(r.op, machine).status == "stopped"
+    assert stops.stop(r.op, machine).status == "stopped"
 
 
 @pytest.mark.parametrize("vendor", ["vast", "runpod"])
@@ -99,7 +99,7 @@ def test_outputs_stay_where_the_disk_survives(rig, vendor):
     r = rig(vendor)
     machine = rent(r, keeps=True)
     op = replace(r.op, unverified=lambda id: ["J-000003"])
-    assert release.stop(op, machine).status == "stopped"
+    assert stops.stop(op, machine).status == "stopped"
 
 
 def test_a_protected_machine_is_not_stopped_without_an_approval_that_names_it(rig):
@@ -107,12 +107,12 @@ def test_a_protected_machine_is_not_stopped_without_an_approval_that_names_it(ri
     machine = rent(r)
     machines.update(r.project, machine.id, lambda found: replace(found, conditions=("protected",)))
     with pytest.raises(Protected):
-        release.stop(r.op, machine)
+        stops.stop(r.op, machine)
     ask = keeping.named_plan(r.op, "stop", machine).ask()
     approval = approvals.give(r.op, ask, statement="stop it", source="approve")
-    assert release.stop(r.op, machine, approval=approval).status == "stopped"
+    assert stops.stop(r.op, machine, approval=approval).status == "stopped"
     with pytest.raises(ApprovalUsed):
-        release.stop(r.op, machine, approval=approval)
+        stops.stop(r.op, machine, approval=approval)
 
 
 def test_a_stop_that_was_allowed_and_is_not_seen_goes_on_without_a_second_yes(rig):
@@ -123,8 +123,8 @@ def test_a_stop_that_was_allowed_and_is_not_seen_goes_on_without_a_second_yes(ri
     approval = approvals.give(r.op, ask, statement="stop it", source="approve")
     r.fault("500", "state", times=4)
     with pytest.raises(StopFailed):
-        release.stop(r.op, machine, wait_s=30, approval=approval)
-    assert release.stop(r.op, machine).status == "stopped"
+        stops.stop(r.op, machine, wait_s=30, approval=approval)
+    assert stops.stop(r.op, machine).status == "stopped"
     assert [i.result for i in intents.read(r.project).values() if i.action == "stop"] == ["done"]
 
 
@@ -132,7 +132,7 @@ def test_its_deadline_stops_a_protected_machine_like_any_other(rig):
     r = rig("vast")
     machine = rent(r)
     machines.update(r.project, machine.id, lambda found: replace(found, conditions=("protected",)))
-    assert release.stop(r.op, machine, why="deadline_passed", despite_jobs=True).status == "stopped"
+    assert stops.stop(r.op, machine, why="deadline_passed", despite_jobs=True).status == "stopped"
 
 
 def test_what_is_gone_is_not_stopped(rig):
@@ -140,13 +140,13 @@ def test_what_is_gone_is_not_stopped(rig):
     machine = rent(r)
     release.destroy(r.op, machine, why="asked", wait_s=600)
     with pytest.raises(AlreadyGone):
-        release.stop(r.op, machine)
+        stops.stop(r.op, machine)
 
 
 @VENDORS
 def test_a_stopped_machine_is_destroyed_like_any_other(rig, vendor):
     r = rig(vendor)
     machine = rent(r, keeps=True)
-    release.stop(r.op, machine)
+    stops.stop(r.op, machine)
     assert release.destroy(r.op, machine, why="asked", wait_s=900) == "destroyed"
     assert not r.burning()

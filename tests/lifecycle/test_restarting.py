@@ -13,7 +13,7 @@ from gpu_skills.errors import ApprovalInvalid, ApprovalNeeded, HostFull, NotRead
 from gpu_skills.lifecycle import intents, labels, machines
 from gpu_skills.lifecycle.approval import actions, approvals
 from gpu_skills.lifecycle.approval.actions import ActionPlan
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import stops
 from gpu_skills.lifecycle.guard import keyproof
 from gpu_skills.lifecycle.renting import provision, restarting
 from gpu_skills.state import budget
@@ -32,7 +32,7 @@ def stopped(rig, vendor: str = "vast", **plan: Any) -> Any:
     r = rig(vendor, containers=False)
     play_machines(r)
     got = rent(r, machine_class="project", **plan)
-    machine = release.stop(r.op, got.machine, why="idle")
+    machine = stops.stop(r.op, got.machine, why="idle")
     r.clock.sleep(5)
     return r, machine
 

@@ -15,7 +15,7 @@ from gpu_skills.jobs.records import JobFolder
 from gpu_skills.jobs.spec import JobSpec
 from gpu_skills.jobs.submit import send, start
 from gpu_skills.lifecycle import machines
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import stops
 from gpu_skills.lifecycle.recovery import reconcile, returned
 from gpu_skills.lifecycle.renting import keeping
 from lifecycle.test_adoption import lose_everything, words
@@ -82,7 +82,7 @@ def test_lost_records_of_a_job_that_runs_are_never_all_clear_and_come_back_by_ad
     assert after.status == "ready" and not after.has_unknown_past
     assert r.op.running_jobs(machine.id) == [job]
     with pytest.raises(JobRunning):
-        release.stop(r.op, after)
+        stops.stop(r.op, after)
     with pytest.raises(JobRunning):
         jobs_release.destroy(r.op, after)
     assert reconcile.run(r.op, [vendor]).findings == ()

@@ -17,7 +17,7 @@ from gpu_skills.jobs.pack import pack
 from gpu_skills.jobs.records import START_REFUSED, JobFolder
 from gpu_skills.jobs.submit import send
 from gpu_skills.lifecycle import intents, machines, runs, states
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import stops, witness
 from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.lifecycle.renting import provision
 from remote.runner_client import eventually
@@ -101,7 +101,7 @@ def test_a_stopped_machine_may_go_once_what_its_job_left_was_read_back_from_else
     folder.write("manifest", {"final": True, "files": [output | {"bytes": 3}]})
     r.writer.stop(machine.instance_id)
     r.clock.sleep(60)
-    machine = release.current(r.op, machine)
+    machine = witness.current(r.op, machine)
 
     def read_back(seconds_ago: float) -> None:
         at = timestamp(r.clock.now() - timedelta(seconds=seconds_ago))
@@ -147,7 +147,7 @@ def test_a_machine_taken_back_is_not_stopped_where_that_wipes_it(rig):
     machine = rent(r, keeps=False)
     machines.save(r.project, replace(machine, extra={"adopted_at": timestamp(r.clock.now())}))
     with pytest.raises(NotCollected, match="not on record"):
-        release.stop(r.op, machine)
+        stops.stop(r.op, machine)
     assert r.burning()
 
 

@@ -82,10 +82,10 @@ def show(context: Context, machine_id: str) -> Output:
 def _as_shown(context: Context, one: Machine) -> tuple[dict[str, Any] | None, str | None]:
     from gpu_skills.clock import timestamp
     from gpu_skills.lifecycle import labels
-    from gpu_skills.lifecycle.ending import release
+    from gpu_skills.lifecycle.ending import witness
 
     try:
-        seen = release.look(context.operator, one)
+        seen = witness.look(context.operator, one)
     except GpuError as exc:
         return None, exc.message
     if seen is None:
@@ -119,9 +119,9 @@ def _fuse(one: Machine) -> dict[str, Any] | None:
 def _leaving(context: Context, one: Machine) -> dict[str, Any] | None:
     """How far the destruction of a machine is; None when nobody asked for it."""
     from gpu_skills.clock import timestamp
-    from gpu_skills.lifecycle.ending import release
+    from gpu_skills.lifecycle.ending import witness
 
-    evidence = release.evidence_of(context.operator, one)
+    evidence = witness.evidence_of(context.operator, one)
     if evidence.begun_at is None:
         return None
     return {
@@ -335,13 +335,13 @@ def by_name(context: Context, *, yes: bool = False) -> Callable[[Ask], Approval]
 
 def ended(context: Context, one: Machine, state: str) -> Output:
     """What to say after a destroy: gone, or on its way with the command that goes on."""
-    from gpu_skills.lifecycle.ending import release
+    from gpu_skills.lifecycle.ending import witness
 
     op = context.operator
-    now = release.current(op, one)
+    now = witness.current(op, one)
     if state == "destroyed":
         return Output({"machine": document_of(now)}, f"{one.id} is destroyed")
-    evidence = release.evidence_of(op, now)
+    evidence = witness.evidence_of(op, now)
     if evidence.taken_at is None and evidence.refused is not None:
         raise DestroyNotTaken(provider=one.provider, machine=one.id, reason=evidence.refused)
     raise TeardownIncomplete(machines=one.id)

@@ -523,10 +523,10 @@ def _is_unanswered(op: Operator, attempt: runs.Attempt) -> bool:
 
 def as_shown(op: Operator, machine: Machine) -> Machine:
     """The machine as its provider shows it: it may have stopped at the end of a review that nobody was left to end."""
-    from gpu_skills.lifecycle.ending import release
+    from gpu_skills.lifecycle.ending import witness
     from gpu_skills.lifecycle.recovery import readback
 
-    seen = release.look(op, machine)
+    seen = witness.look(op, machine)
     return machine if seen is None else readback.follow(op, machine, seen)
 
 

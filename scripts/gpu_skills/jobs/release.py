@@ -72,9 +72,9 @@ def destroy(
     end of a protected machine, asked for when nothing else stands in the way; without it such a one is Protected.
     tell: one line for each look.
     """
-    from gpu_skills.lifecycle.ending import release
+    from gpu_skills.lifecycle.ending import release, witness
 
-    machine = release.current(op, machine)
+    machine = witness.current(op, machine)
     for obstacle in gate(op, machine, abandon):
         raise obstacle
     approval = _named_approval(op, "destroy", machine, agree)
@@ -96,14 +96,14 @@ def stop(
     tell: Callable[[str], None] = lambda line: None,
 ) -> Machine:
     """Stop a rented machine, unless a job runs there or a stop would lose outputs. agree, tell: as for `destroy`."""
-    from gpu_skills.lifecycle.ending import release
+    from gpu_skills.lifecycle.ending import stops
 
-    machine, seen = release.stoppable(op, machine)
+    machine, seen = stops.stoppable(op, machine)
     for obstacle in _against_a_stop(op, machine, seen):
         raise obstacle
     approval = _named_approval(op, "stop", machine, agree)
     more = {} if wait_s is None else {"wait_s": wait_s}
-    return release.stop(op, machine, why=why, approval=approval, tell=tell, **more)
+    return stops.stop(op, machine, why=why, approval=approval, tell=tell, **more)
 
 
 def _against_a_stop(op: Operator, machine: Machine, seen: Instance) -> list[Refused]:
@@ -132,12 +132,12 @@ def _named_approval(
     op: Operator, action: Literal["stop", "destroy"], machine: Machine, agree: Agree | None
 ) -> Approval | None:
     """What the end of a protected machine takes; None where it takes nothing, or has begun already."""
-    from gpu_skills.lifecycle.ending import ownership, release
+    from gpu_skills.lifecycle.ending import ownership, witness
     from gpu_skills.lifecycle.renting import keeping
 
-    if machine.status in states.FINAL or release.under_way(op, action, machine.id) is not None:
+    if machine.status in states.FINAL or witness.under_way(op, action, machine.id) is not None:
         return None
-    if not ownership.needs_named_approval(machine, release.look(op, machine)):
+    if not ownership.needs_named_approval(machine, witness.look(op, machine)):
         return None
     if agree is None:
         raise Protected(machine=machine.id)

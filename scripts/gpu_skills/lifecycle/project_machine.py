@@ -15,7 +15,7 @@ from gpu_skills.lifecycle import machines, runs, states
 from gpu_skills.lifecycle.approval import actions, approval_record, approvals
 from gpu_skills.lifecycle.approval.approvals import Approval, Ask, ask_of_plan
 from gpu_skills.lifecycle.connect import Link
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import witness
 from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.lifecycle.machines import VRAM_TOLERANCE, Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -128,7 +128,7 @@ def _go_on(op: Operator, config: GpuConfig, machine: Machine, agree: Agree) -> L
     """One that an earlier command asked for and did not wait for, or that started again by itself."""
     if machine.has_unknown_past and machine.status in ("booting", "unknown"):
         returned.bring_up(op, machine).close()  # or it says why not, and what then
-        return _link_to(op, config, release.current(op, machine))
+        return _link_to(op, config, witness.current(op, machine))
     run = next((run for run in runs.own_runs(op) if any(a.machine_id == machine.id for a in run.attempts)), None)
     if run is not None and run.state == "won" and machine.status == "booting":
         begun = keeping.allowed(op, "start", machine)

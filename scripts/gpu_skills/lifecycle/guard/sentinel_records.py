@@ -8,7 +8,8 @@ from typing import Any
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import GpuError, StateError
 from gpu_skills.lifecycle import intents, machines, runs, states
-from gpu_skills.lifecycle.ending import ownership, release
+from gpu_skills.lifecycle.ending import ownership, release, witness
+from gpu_skills.lifecycle.ending.stops import note_stopped
 from gpu_skills.lifecycle.guard import sentinel
 from gpu_skills.lifecycle.guard.sentinel import Note, Pass
 from gpu_skills.lifecycle.labels import Label
@@ -128,13 +129,13 @@ def recorder(op: Operator, provider: str) -> Note:
             begun[seen.instance_id] = _begin(op, machine, action)
             after = "stopping" if action == "stop" else "terminating"
             if machine.status not in states.FINAL and not (action == "stop" and machine.status == "terminating"):
-                release.set_status(op, machine, after)
+                witness.set_status(op, machine, after)
             return
         if action == "stop" and (intent := begun.get(seen.instance_id)) is not None:
             word = "done" if result == "stopped" else "failed" if result == "failed" else "unknown"
             intents.close(op.project, op.clock, intent, word, machine_id=machine.id)
         if result == "stopped":
-            release.note_stopped(op, machine, seen, DEADLINE)
+            note_stopped(op, machine, seen, DEADLINE)
         elif result == "destroyed":
             release.note_gone(op, machine)
 
@@ -142,7 +143,7 @@ def recorder(op: Operator, provider: str) -> Note:
 
 
 def _begin(op: Operator, machine: Machine, action: str) -> str:
-    open_one = release.open_destroy(op, machine.id) if action == "destroy" else None
+    open_one = witness.open_destroy(op, machine.id) if action == "destroy" else None
     if open_one is not None:
         return open_one.id
     intent = intents.new_id()

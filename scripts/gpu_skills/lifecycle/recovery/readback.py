@@ -10,7 +10,7 @@ from gpu_skills.clock import time_of, timestamp
 from gpu_skills.errors import ConflictingState, GpuError, StopFailed
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.books import lives
-from gpu_skills.lifecycle.ending import ownership, release
+from gpu_skills.lifecycle.ending import ownership, stops, witness
 from gpu_skills.lifecycle.guard import sentinel
 from gpu_skills.lifecycle.guard import sentinel_records as deadlines
 from gpu_skills.lifecycle.guard.sentinel import Decision
@@ -108,7 +108,7 @@ def _label_too_late(op: Operator, machine: Machine, seen: Instance, label: Label
 
 def follow(op: Operator, machine: Machine, seen: Instance) -> Machine:
     """Bring the record to what the provider shows, and close what had begun; the record as it is then."""
-    machine = release.current(op, machine)
+    machine = witness.current(op, machine)
     for intent in intents.read(op.project).values():
         if intent.machine_id != machine.id or not intent.is_open:
             continue
@@ -118,7 +118,7 @@ def follow(op: Operator, machine: Machine, seen: Instance) -> Machine:
             return _finish_start(op, machine, seen, intent)
         if intent.action == "extend":
             _finish_extend(op, machine, seen, intent)
-    if release.open_destroy(op, machine.id) is not None:
+    if witness.open_destroy(op, machine.id) is not None:
         return machines.set_status(op.project, machine.id, "terminating", clock=op.clock)
     return _as_shown(op, machine, seen)
 
@@ -128,12 +128,12 @@ def _finish_stop(op: Operator, machine: Machine, seen: Instance, intent: Intent)
     why = intent.reason or str(intent.details.get("why") or "asked")
     if seen.status == "stopped":
         intents.close(op.project, op.clock, intent.id, "done", reason="read back")
-        return release.note_stopped(op, machine, seen, why)
+        return stops.note_stopped(op, machine, seen, why)
     intents.close(op.project, op.clock, intent.id, "failed", reason="it does not show as stopped: asked again")
     try:
-        return release.stop(op, machine, why=why, despite_jobs=True)
+        return stops.stop(op, machine, why=why, despite_jobs=True)
     except (StopFailed, ConflictingState):
-        return release.current(op, machine)
+        return witness.current(op, machine)
 
 
 def _finish_start(op: Operator, machine: Machine, seen: Instance, intent: Intent) -> Machine:
@@ -145,7 +145,7 @@ def _finish_start(op: Operator, machine: Machine, seen: Instance, intent: Intent
     if seen.status == "stopped" and began is not None and op.clock.now() - began >= ON_ITS_WAY:
         intents.close(op.project, op.clock, intent.id, "failed", reason="it did not start")
         _free(op, intent)
-        return release.note_stopped(op, machine, seen, "it did not start")
+        return stops.note_stopped(op, machine, seen, "it did not start")
     return machine
 
 
@@ -204,7 +204,7 @@ def _as_shown(op: Operator, machine: Machine, seen: Instance) -> Machine:
     if machine.status in ("unknown", "requested"):
         shown = "ready" if seen.status == "running" and machine.ready_at else seen.status
         return machines.set_status(op.project, machine.id, "booting" if shown == "running" else shown, clock=op.clock)
-    return release.current(op, machine)
+    return witness.current(op, machine)
 
 
 def _fell_asleep(op: Operator, machine: Machine, seen: Instance) -> Machine:
@@ -227,7 +227,7 @@ def _fell_asleep(op: Operator, machine: Machine, seen: Instance) -> Machine:
         intents.observe(op.project, op.clock, "deadline_passed", machine_id=machine.id, details=details)
     if why == "stopped_by_itself":
         op.notify("idle_stop", machine.id, provider=machine.provider, uncollected=", ".join(op.unverified(machine.id)))
-    machine = release.note_stopped(op, machine, seen, why)
+    machine = stops.note_stopped(op, machine, seen, why)
     return machines.update(
         op.project, machine.id, lambda m: replace(m, extra={**m.extra, "stopped_at": timestamp(at)}), clock=op.clock
     )

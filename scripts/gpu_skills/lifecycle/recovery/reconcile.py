@@ -29,7 +29,7 @@ from gpu_skills.errors import (
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.approval import changes
 from gpu_skills.lifecycle.books import accounting, charged
-from gpu_skills.lifecycle.ending import ownership, release
+from gpu_skills.lifecycle.ending import ownership, release, stops, witness
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan as plans
@@ -347,7 +347,7 @@ class _Pass:
                 if note.is_not_ours:
                     return
             self._expire(readback.follow(self.op, machine, seen), seen)
-            self._ask_for_jobs(release.current(self.op, machine), seen)
+            self._ask_for_jobs(witness.current(self.op, machine), seen)
         except GpuError as exc:  # one machine that cannot be changed keeps no other from being looked at
             self._say("failed", exc.message, machine=machine, next_step=exc.next_step, is_uncertain=True)
 
@@ -414,7 +414,7 @@ class _Pass:
         if due.action == "destroy":
             self._end(machine, due.why)
         elif due.action == "stop":
-            machine = release.stop(self.op, machine, why="deadline_passed", despite_jobs=True)
+            machine = stops.stop(self.op, machine, why="deadline_passed", despite_jobs=True)
             self._say("deadline_passed", "its deadline has passed: it was stopped", machine=machine)
         elif due.action == "keep":
             self._keep(machine, due.why)

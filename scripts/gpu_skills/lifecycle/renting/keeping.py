@@ -21,7 +21,7 @@ from gpu_skills.lifecycle.approval import actions, approval_record, approvals
 from gpu_skills.lifecycle.approval.actions import ActionPlan
 from gpu_skills.lifecycle.approval.approvals import Approval
 from gpu_skills.lifecycle.connect import Link
-from gpu_skills.lifecycle.ending import ownership, release
+from gpu_skills.lifecycle.ending import ownership, witness
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -49,7 +49,7 @@ def start_plan(op: Operator, machine: Machine, *, lasts_s: float | None, session
     """To start a stopped machine, as priced now; one that was allowed already and is no dearer goes before."""
     from gpu_skills.lifecycle.approval import changes
 
-    machine = release.current(op, machine)
+    machine = witness.current(op, machine)
     if machine.status != "stopped":
         step = f"gpu machine show {machine.id}"
         raise Refused(f"{machine.id} is {machine.status}: only one that is stopped can be started", next_step=step)
@@ -68,7 +68,7 @@ def extension_plan(op: Operator, machine: Machine, more_s: float) -> ActionPlan:
     machine, seen, _ = _running(op, machine, "extended")
     if changes.held_deadline(op, machine, seen) is None:
         raise Refused(f"{machine.id} has no deadline to extend", next_step=f"gpu machine show {machine.id}")
-    begun = release.under_way(op, "extend", machine.id)
+    begun = witness.under_way(op, "extend", machine.id)
     if begun is not None:
         wanted = begun.details.get("deadline_at")
         known = allowed(op, "extend", machine, lambda plan: plan.deadline_at == wanted)
@@ -146,11 +146,11 @@ def extend(op: Operator, plan: ActionPlan, approval: Approval) -> Extended:
 
 def _running(op: Operator, machine: Machine, what: str) -> tuple[Machine, Instance, Label]:
     """A machine of ours that the provider shows running, and the label it has there."""
-    machine = release.current(op, machine)
+    machine = witness.current(op, machine)
     if machine.status not in ("ready", "busy"):
         step = f"gpu machine start {machine.id}" if machine.status == "stopped" else f"gpu machine show {machine.id}"
         raise Refused(f"{machine.id} is {machine.status}: only one that runs can be {what}", next_step=step)
-    seen = release.look(op, machine)
+    seen = witness.look(op, machine)
     if seen is None or seen.status != "running":
         shown = "nothing of it" if seen is None else seen.status
         raise Refused(f"{machine.provider} shows {shown} for {machine.id}", next_step="gpu reconcile")
@@ -184,7 +184,7 @@ def _relabel(op: Operator, machine: Machine, seen: Instance, label: Label) -> st
         return str(seen.label)
     if seen.label != str(label):
         op.writer(machine.provider).set_label(str(machine.instance_id), str(label))
-    again = release.look(op, machine)
+    again = witness.look(op, machine)
     if again is None or again.label != str(label):
         found = None if again is None else again.label
         reason = f"it shows {found!r}, {label} was wanted"[:300]
@@ -282,7 +282,7 @@ def _hold_there(op: Operator, link: Link, until: datetime | None) -> None:
 
 def let_go(op: Operator, machine: Machine) -> Machine:
     """End a hold. What is due then happens when somebody looks next, and by the machine's own idleness."""
-    machine = release.current(op, machine)
+    machine = witness.current(op, machine)
     if machine.status in ("ready", "busy"):
         try:
             with closing(op.connect(machine)) as link:
@@ -337,7 +337,7 @@ def named_plan(op: Operator, action: Literal["stop", "destroy", "unprotect"], ma
 
 def unprotect(op: Operator, machine: Machine, approval: Approval) -> Machine:
     """Take the protection away, with a yes that names the machine."""
-    machine = release.current(op, machine)
+    machine = witness.current(op, machine)
     plan = actions.named_by(op.project, approval, "unprotect", machine.id)
     approvals.use(op, approval, plan.ask())
     machine = _mark(op, machine, lambda c: tuple(x for x in c if x != ownership.PROTECTED), approval.id)
@@ -349,7 +349,7 @@ def unprotect(op: Operator, machine: Machine, approval: Approval) -> Machine:
 def _mark(
     op: Operator, machine: Machine, change: Callable[[tuple[str, ...]], tuple[str, ...]], approval_id: str | None
 ) -> Machine:
-    machine = release.current(op, machine)
+    machine = witness.current(op, machine)
     if machine.status in states.FINAL:
         raise Refused(f"{machine.id} is {machine.status}", next_step="gpu machine ls")
     intent = intents.new_id()

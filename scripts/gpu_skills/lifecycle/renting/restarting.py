@@ -30,7 +30,7 @@ from gpu_skills.lifecycle.approval.actions import ActionPlan
 from gpu_skills.lifecycle.approval.approvals import Approval
 from gpu_skills.lifecycle.books import lives
 from gpu_skills.lifecycle.connect import Link
-from gpu_skills.lifecycle.ending import ownership, release
+from gpu_skills.lifecycle.ending import ownership, stops, witness
 from gpu_skills.lifecycle.guard import fuse, receipts
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -62,7 +62,7 @@ def resume(op: Operator, machine: Machine) -> Ready:
     It bills already, so nothing is asked for; one that is no use is stopped again, as after a start.
     """
     _, plan = plans.load(op.project, machine.plan or "")
-    boot = Boot(op, plan, release.current(op, machine), spec=None, is_start=True)
+    boot = Boot(op, plan, witness.current(op, machine), spec=None, is_start=True)
     link: Link | None = None
     try:
         link = boot.until_it_answers()
@@ -84,7 +84,7 @@ class _Start:
 
     def __init__(self, op: Operator, machine: Machine, approval: Approval, action: ActionPlan):
         self.op = op
-        self.machine = release.current(op, machine)
+        self.machine = witness.current(op, machine)
         self.approval = approval
         self.action = action
         self.plan = changes.plan_of(op, self.machine)
@@ -97,7 +97,7 @@ class _Start:
         intent, has_begun = self._intent()
         if has_begun and self.machine.status in ("ready", "busy"):
             return self._follow()
-        shown = release.look(op, self.machine)
+        shown = witness.look(op, self.machine)
         if shown is None:
             raise AlreadyGone(f"{self.machine.provider} does not show {self.machine.id} now", next_step="gpu reconcile")
         ownership.require_ours(op, self.machine, shown)
@@ -268,7 +268,7 @@ class _Start:
         held = fuse.set_deadline(link, self.machine, self.deadline, clock=self.op.clock)
         if held != self.deadline:
             raise NotReady(machine=self.machine.id, what="fuse_silent", reason="its fuse did not take the deadline")
-        boot.machine = release.current(self.op, self.machine)
+        boot.machine = witness.current(self.op, self.machine)
 
     def _sleep_again(self, boot: Boot, problem: GpuError) -> None:
         """No use now, and its disk is somebody's work: stopped, never destroyed. What does not stop says so itself."""
@@ -289,12 +289,12 @@ def _asleep(op: Operator, machine: Machine, problem: GpuError, *, why: str) -> M
     """Stopped again. Where that cannot be, the problem says what can: nothing here destroys a disk."""
     op.say(f"{machine.id} is stopped again: {problem.message}")
     try:
-        return release.stop(op, machine, why=why, despite_jobs=True)
+        return stops.stop(op, machine, why=why, despite_jobs=True)
     except ConflictingState as exc:
         op.say(f"{exc.message}; it goes on billing: {exc.next_step}")
         problem.next_step = exc.next_step
         problem.may_be_billing = True  # type: ignore[misc]
-        return release.current(op, machine)
+        return witness.current(op, machine)
 
 
 def _without_stop(machine: Machine) -> tuple[str, ...]:
