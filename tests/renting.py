@@ -13,10 +13,11 @@ from typing import Any
 from gpu_skills import resources
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import Unreachable
-from gpu_skills.lifecycle import labels
+from gpu_skills.lifecycle import labels, machines
 from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.guard import keyproof
+from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.plans.plan import Candidate, Plan
 from gpu_skills.lifecycle.renting import creation, provision
@@ -44,6 +45,12 @@ def a_plan(r, **changes: Any) -> Plan:
         "expires_at": timestamp(now + timedelta(hours=1)),
     }
     return Plan(**{**given, **changes})
+
+
+def by_plan(r, machine: Machine) -> Machine:
+    """The machine with a plan on record that it was rented by: without one it cannot start again."""
+    name = plans.freeze(r.project, a_plan(r))
+    return machines.update(r.project, machine.id, lambda found: replace(found, plan=name))
 
 
 def approved(r, plan: Plan | None = None, **changes: Any):

@@ -18,6 +18,7 @@ from gpu_skills.lifecycle.guard import fuse
 from lifecycle.conftest import make_sandbox, rig
 from rented import rent
 from rented_cli import customer
+from renting import by_plan
 
 __all__ = ["make_sandbox", "rig"]
 
@@ -488,7 +489,7 @@ def test_what_is_not_ours_is_never_destroyed_or_stopped(world):
 
 def test_start_and_extend_without_a_yes_end_at_once_with_what_to_show(world):
     r, call = world()
-    one, two = rent(r, number=1), rent(r, number=2)
+    one, two = by_plan(r, rent(r, number=1)), rent(r, number=2)
     call("machine", "stop", one.id)
     for words in (("start", one.id, "--for", "2h"), ("extend", two.id, "--by", "2h")):
         result = call("machine", *words, "--json")

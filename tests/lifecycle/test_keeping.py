@@ -25,6 +25,7 @@ from gpu_skills.lifecycle.renting import keeping
 from gpu_skills.state import budget
 from lifecycle import fused
 from rented import rent
+from renting import by_plan
 
 pytestmark = pytest.mark.subprocess
 
@@ -229,7 +230,7 @@ def test_a_deadline_edited_on_record_makes_no_extension_cheap(rig, slip):
 
 def test_a_deadline_edited_on_record_is_not_what_a_start_goes_back_to(rig):
     r = rig("vast")
-    machine = stops.stop(r.op, rent(r, hours=2))
+    machine = stops.stop(r.op, by_plan(r, rent(r, hours=2)))
     machines.update(r.project, machine.id, lambda m: replace(m, deadline_at="2036-01-01T00:00:00Z"))
     assert keeping.start_plan(r.op, machine, lasts_s=3600, session_usd=None).old_deadline_at == machine.deadline_at
 
