@@ -20,7 +20,7 @@ from gpu_skills.lifecycle.guard import keyproof
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.plans.plan import Candidate, Plan
-from gpu_skills.lifecycle.renting import creation, provision
+from gpu_skills.lifecycle.renting import provision, specs
 
 GPUS = {"vast": ("RTX 4090",), "runpod": ("NVIDIA RTX A5000",)}
 
@@ -60,14 +60,15 @@ def approved(r, plan: Plan | None = None, **changes: Any):
     return name, frozen, approvals.give(r.op, approvals.ask_of_plan(name, frozen), statement="yes", source="approve")
 
 
-def guarded(r, rights: str = "stop") -> None:
-    """A machine of this account has shown that its key may do this to itself, and no more than this."""
-    keyproof.note(r.op, r.vendor, r.op.account(r.vendor), "proven", rights)
+def guarded(r, *rights: str) -> None:
+    """Machines of this account have shown that their key may do this to them (stop, if it is not said), and no more."""
+    for right in rights or ("stop",):
+        keyproof.note(r.op, r.vendor, r.op.account(r.vendor), "proven", right)
 
 
 def rent(r, plan: Plan | None = None, **changes: Any) -> provision.Provisioned:
     name, frozen, approval = approved(r, plan, **changes)
-    guarded(r, creation.fuse_action(r.op, frozen))
+    guarded(r, specs.fuse_action(r.op, frozen))
     return provision.provision(r.op, name, frozen, approval)
 
 

@@ -11,7 +11,7 @@ import pytest
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import StateError
 from gpu_skills.lifecycle import intents, machines
-from gpu_skills.lifecycle.guard import receipts, sentinel
+from gpu_skills.lifecycle.guard import decisions, receipts
 from lifecycle.conftest import make_sandbox, rig
 from rented import rent
 from rented_cli import customer
@@ -212,7 +212,7 @@ def test_a_pass_that_breaks_off_leaves_a_receipt_that_counts_for_nothing(world, 
     def breaks(*args, **more):
         raise death
 
-    monkeypatch.setattr(sentinel, "decide", breaks)
+    monkeypatch.setattr(decisions, "decide", breaks)
     result = call("sentinel", "--provider", "vast", "--json")
     assert result.exit_code in (1, 130)
     left = json.loads(own.read_bytes())

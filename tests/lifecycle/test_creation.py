@@ -13,7 +13,7 @@ from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import NoCapacity, ProviderSilent
 from gpu_skills.lifecycle import intents, labels, machines, runs
 from gpu_skills.lifecycle.recovery import reconcile
-from gpu_skills.lifecycle.renting import bringup, creation
+from gpu_skills.lifecycle.renting import bringup, creation, outcomes, specs, unanswered
 from gpu_skills.lifecycle.runs import Run
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.providers.base import Offer, Volume
@@ -88,7 +88,7 @@ def test_what_survives_a_stop_decides_where_the_work_stands_and_how_the_fuse_end
     monkeypatch.setattr(r.reader, "volumes", lambda: [Volume("v1", "v", 50, "EU-RO-1")], raising=False)
     plan = a_plan(r, **plan)
     attempt = creation.freeze(r.op, begun(r), plan, replace(OFFER, provider=vendor))
-    spec = creation.spec_of(r.op, plan, replace(OFFER, provider=vendor), attempt)
+    spec = specs.spec_of(r.op, plan, replace(OFFER, provider=vendor), attempt)
     keeps, persistent_gb, on_expiry = expected
     root = machines.find(r.project, attempt.machine_id).root
     assert (root, spec.persistent_gb) == (f"{keeps}/.gpu-skills", persistent_gb)
@@ -100,9 +100,9 @@ def test_what_survives_a_stop_decides_where_the_work_stands_and_how_the_fuse_end
 def test_places_of_the_plan_become_the_data_centres_that_have_some(rig):
     r = rig("runpod", containers=False)
     offer = replace(OFFER, location="EU-RO-1, EU-SE-1, US-TX-3")
-    assert creation.data_centers(r.op, a_plan(r, locations=("eu",)), offer) == ("EU-RO-1", "EU-SE-1")
-    assert creation.data_centers(r.op, a_plan(r, locations=("US-TX-3",)), offer) == ("US-TX-3",)
-    assert creation.data_centers(r.op, a_plan(r), offer) == ()
+    assert specs.data_centers(r.op, a_plan(r, locations=("eu",)), offer) == ("EU-RO-1", "EU-SE-1")
+    assert specs.data_centers(r.op, a_plan(r, locations=("US-TX-3",)), offer) == ("US-TX-3",)
+    assert specs.data_centers(r.op, a_plan(r), offer) == ()
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_places_of_the_plan_become_the_data_centres_that_have_some(rig):
 def test_a_bid_is_above_the_floor_as_far_as_the_approved_rate_allows(rig, floor, most, expected):
     r = rig("vast", containers=False)
     offer = replace(OFFER, min_bid_usd_hr=Decimal(floor))
-    assert creation.bid(a_plan(r, max_rate_usd_hr=Decimal(most)), offer) == Decimal(expected)
+    assert specs.bid(a_plan(r, max_rate_usd_hr=Decimal(most)), offer) == Decimal(expected)
 
 
 def test_a_floor_above_what_was_approved_is_no_offer_and_never_a_bid(rig):
     r = rig("vast", containers=False)
     offer = replace(OFFER, min_bid_usd_hr=Decimal("0.20"))
     with pytest.raises(NoCapacity, match="takes bids from"):
-        creation.bid(a_plan(r, max_rate_usd_hr=Decimal("0.20")), offer)
+        specs.bid(a_plan(r, max_rate_usd_hr=Decimal("0.20")), offer)
 
 
 def found(r, **changes: Any) -> Instance:
@@ -144,7 +144,7 @@ def test_a_machine_that_turns_up_late_is_used_only_while_its_plan_holds(rig, run
     attempt = creation.freeze(r.op, bound, plan, OFFER)
     r.clock.sleep(later_s)
     bound = runs.load(r.op, bound.approval_id)
-    assert creation.unwanted(r.op, bound, attempt, found(r, **instance), plan) == reason
+    assert unanswered.unwanted(r.op, bound, attempt, found(r, **instance), plan) == reason
 
 
 def test_one_that_turns_up_beside_another_machine_of_its_run_is_not_wanted(rig):
@@ -153,10 +153,10 @@ def test_one_that_turns_up_beside_another_machine_of_its_run_is_not_wanted(rig):
     run = begun(r)
     late = creation.freeze(r.op, run, plan, OFFER)
     second = creation.freeze(r.op, runs.load(r.op, run.approval_id), plan, OFFER)
-    creation.note(r.op, run, second, result="done")
+    outcomes.note(r.op, run, second, result="done")
     run = runs.load(r.op, run.approval_id)
-    assert creation.unwanted(r.op, run, late, found(r), plan) == "another machine of its run is there"
-    assert creation.unwanted(r.op, run, second, found(r), None) == "its plan is not there any more"
+    assert unanswered.unwanted(r.op, run, late, found(r), plan) == "another machine of its run is there"
+    assert unanswered.unwanted(r.op, run, second, found(r), None) == "its plan is not there any more"
 
 
 def test_an_adopted_machine_is_on_record_with_what_the_provider_shows(rig):
@@ -164,7 +164,7 @@ def test_an_adopted_machine_is_on_record_with_what_the_provider_shows(rig):
     plan = a_plan(r)
     run = begun(r)
     attempt = creation.freeze(r.op, run, plan, OFFER)
-    machine = creation.adopt(
+    machine = unanswered.adopt(
         r.op, run, attempt, found(r, instance_id="991", rate_usd_hr=Decimal("0.39"), machine_id="5")
     )
     assert (machine.status, machine.instance_id, machine.rate_usd_hr) == ("booting", "991", Decimal("0.39"))
@@ -179,7 +179,7 @@ def test_the_label_alone_finds_a_machine_whose_deadline_was_moved(rig):
     got = rent(r)
     (instance,) = alive(r)
     instance.label = str(labels.parse(instance.label).with_deadline(parse_timestamp("2030-01-01T00:00:00Z")))
-    assert [seen.instance_id for seen in creation.find(r.op, "vast", got.machine.intent)] == [got.machine.instance_id]
+    assert [seen.instance_id for seen in unanswered.find(r.op, "vast", got.machine.intent)] == [got.machine.instance_id]
 
 
 KEY = "SHA256:" + "a1B2" * 10 + "xyz"

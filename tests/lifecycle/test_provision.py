@@ -31,7 +31,7 @@ from gpu_skills.errors import (
 from gpu_skills.lifecycle import intents, machines, memory, runs
 from gpu_skills.lifecycle.books import accounting
 from gpu_skills.lifecycle.ending import release
-from gpu_skills.lifecycle.renting import bringup, claims, creation, provision
+from gpu_skills.lifecycle.renting import bringup, claims, provision, specs
 from gpu_skills.state import budget
 from renting import GPUS, a_plan, alive, approved, guarded, instances, play_machines, rent, roomy
 
@@ -310,8 +310,8 @@ def test_an_offer_whose_floor_rose_above_the_approval_is_passed_over_for_the_nex
         floor = plan.max_rate_usd_hr + 1 if len(taken) == 1 else offer.min_bid_usd_hr
         return reached(plan, replace(offer, min_bid_usd_hr=floor))
 
-    reached = creation.bid
-    monkeypatch.setattr(creation, "bid", bid)
+    reached = specs.bid
+    monkeypatch.setattr(specs, "bid", bid)
     got = rent(r, interruptible=True, max_rate_usd_hr=Decimal("0.40"))
     assert r.creates == 1 and [a.result for a in got.attempts] == ["refused", "done"]
     assert got.attempts[0].reason == "no_capacity"

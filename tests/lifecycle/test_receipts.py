@@ -14,7 +14,7 @@ from gpu_skills.errors import AuthRejected, MissingProgram, NotWritable, Unguard
 from gpu_skills.lifecycle import runs
 from gpu_skills.lifecycle.guard import keyproof, receipts, sentinel
 from gpu_skills.lifecycle.recovery import overview
-from gpu_skills.lifecycle.renting import creation, provision
+from gpu_skills.lifecycle.renting import provision, specs
 from gpu_skills.state import files
 from s3_server import s3, s3_application
 
@@ -198,7 +198,7 @@ def test_a_machine_that_will_destroy_itself_needs_a_key_that_was_shown_to_destro
 )
 def test_the_fuse_does_what_the_disk_of_the_plan_allows(rig, vendor, changes, action):
     r = rig(vendor, containers=False)
-    assert creation.fuse_action(r.op, a_plan(r, **changes)) == action
+    assert specs.fuse_action(r.op, a_plan(r, **changes)) == action
 
 
 def test_where_the_policy_names_the_sentinel_a_proven_key_does_not_stand_in_for_it(r):

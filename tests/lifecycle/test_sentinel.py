@@ -11,7 +11,7 @@ import pytest
 from gpu_skills.clock import timestamp
 from gpu_skills.lifecycle import intents, labels, machines
 from gpu_skills.lifecycle.guard import receipts, sentinel, sentinel_records
-from gpu_skills.lifecycle.guard.sentinel import decide, gpu_billed_until
+from gpu_skills.lifecycle.guard.decisions import decide, gpu_billed_until
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.providers.base import Charge

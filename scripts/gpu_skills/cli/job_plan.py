@@ -43,7 +43,7 @@ def run_plan(
     """Launch what was approved, or follow what was launched already; the same call is right in both cases."""
     from gpu_skills.jobs import disposable, durable, launch
     from gpu_skills.lifecycle.guard import receipts
-    from gpu_skills.lifecycle.renting import creation
+    from gpu_skills.lifecycle.renting import specs
 
     op = context.operator
     full, found = disposable.open_plan(context.project, name)
@@ -66,7 +66,7 @@ def run_plan(
     work = _prepared(context, found, limits.job_timeout_s, env, allow_secret_file, launched)
     approval = _agreed(context, full, found, yes=yes)
     if launched is None or launched.ended_at is not None:  # what refuses before it begins leaves nothing half-begun
-        receipts.require_recent(op, found.provider, creation.fuse_action(op, found))
+        receipts.require_recent(op, found.provider, specs.fuse_action(op, found))
     launched, approval = disposable.begin(op, full, found, limits, approval)
     say(f"{launched.job} is plan {full[:12]}")
     launched, link = _launched(context, op, launched, found, approval, work)

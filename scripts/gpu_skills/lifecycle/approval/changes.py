@@ -11,7 +11,7 @@ from gpu_skills.lifecycle import labels
 from gpu_skills.lifecycle.approval import actions
 from gpu_skills.lifecycle.approval.actions import ActionPlan
 from gpu_skills.lifecycle.guard import fuse, sentinel_records
-from gpu_skills.lifecycle.guard.sentinel import STORAGE_GRACE_S
+from gpu_skills.lifecycle.guard.decisions import STORAGE_GRACE_S
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan

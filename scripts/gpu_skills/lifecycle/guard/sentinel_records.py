@@ -10,7 +10,7 @@ from gpu_skills.errors import GpuError, StateError
 from gpu_skills.lifecycle import intents, machines, runs, states
 from gpu_skills.lifecycle.ending import ownership, release, witness
 from gpu_skills.lifecycle.ending.stops import note_stopped
-from gpu_skills.lifecycle.guard import sentinel
+from gpu_skills.lifecycle.guard import decisions
 from gpu_skills.lifecycle.guard.sentinel import Note, Pass
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
@@ -46,7 +46,7 @@ def deadline_of(op: Operator, machine: Machine, seen: Instance, label: Label) ->
     known = deadlines(op, machine.provider)
     if never_came_true(op, machine, label):
         return known[label.intent]
-    return sentinel.effective_deadline(seen, label, known)
+    return decisions.effective_deadline(seen, label, known)
 
 
 def never_came_true(op: Operator, machine: Machine, label: Label) -> bool:

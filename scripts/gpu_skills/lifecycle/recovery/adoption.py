@@ -18,7 +18,7 @@ from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan as plans
-from gpu_skills.lifecycle.renting import creation
+from gpu_skills.lifecycle.renting import outcomes
 from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.providers.base import SshEndpoint
@@ -126,7 +126,7 @@ def rebuilt(op: Operator, one: Unrecorded) -> Machine:
         vram_gb=seen.vram_gb,
         disk_gb=seen.disk_gb,
         endpoint=next(iter(endpoints_of(op, seen)), None) if is_up else None,
-        root=creation.root_of(op, one.run.plan_sha256 if one.run is not None else None),
+        root=outcomes.root_of(op, one.run.plan_sha256 if one.run is not None else None),
         label=seen.label,
         machine_class=label.machine_class,
         intent=label.intent,

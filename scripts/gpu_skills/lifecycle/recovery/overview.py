@@ -17,7 +17,7 @@ from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.recovery import adoption
 from gpu_skills.lifecycle.recovery.reconcile import Listing
-from gpu_skills.lifecycle.renting import creation
+from gpu_skills.lifecycle.renting import specs
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import budget
 from gpu_skills.units import counted, format_duration, format_usd
@@ -168,7 +168,7 @@ def _open_intents(op: Operator, provider: str) -> list[Seen]:
 def _guards(op: Operator, provider: str) -> list[Seen]:
     """Whether new machines would be made, and by what their end is sure."""
     what, found = f"{provider} fuse", []
-    for action in creation.fuse_actions(op.reader(provider).traits):
+    for action in specs.fuse_actions(op.reader(provider).traits):
         try:
             receipts.require_recent(op, provider, action)
             is_proven = keyproof.last(op, provider, op.account(provider), action) == "proven"

@@ -11,9 +11,9 @@ from gpu_skills.errors import ConflictingState, GpuError, StopFailed
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.books import lives
 from gpu_skills.lifecycle.ending import ownership, stops, witness
-from gpu_skills.lifecycle.guard import sentinel
+from gpu_skills.lifecycle.guard import decisions
 from gpu_skills.lifecycle.guard import sentinel_records as deadlines
-from gpu_skills.lifecycle.guard.sentinel import Decision
+from gpu_skills.lifecycle.guard.decisions import Decision
 from gpu_skills.lifecycle.guard.sentinel_records import SAME_MOMENT, deadline_of
 from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.labels import Label
@@ -274,7 +274,7 @@ def due(op: Operator, machine: Machine, seen: Instance) -> Decision:
     if label is None or machine.machine_class == "production":
         return Decision("none", "not for us to end")
     is_protected = ownership.needs_named_approval(machine, seen)
-    decision = sentinel.decide(
+    decision = decisions.decide(
         seen,
         label,
         deadline_of(op, machine, seen, label),
@@ -300,7 +300,7 @@ def _proof(op: Operator, machine: Machine) -> Callable[[Instance, Label, datetim
             return True
         account = op.account(machine.provider)
         earlier = [deadlines.stops(op, machine.provider, account)]
-        proofs = sentinel.proofs(op.reader(machine.provider), op.clock, account, op.project.project_id, earlier)
+        proofs = decisions.proofs(op.reader(machine.provider), op.clock, account, op.project.project_id, earlier)
         return proofs(seen, label, deadline_at)
 
     return was_stopped_by_deadline
@@ -311,7 +311,7 @@ def _was_up_at(op: Operator, machine: Machine, deadline_at: datetime) -> bool:
     for intent in intents.read(op.project).values():
         if intent.machine_id == machine.id and intent.action == "stop" and intent.result == "done":
             closed = time_of(intent.closed_at)
-            if closed is not None and closed >= deadline_at - sentinel.STOPPED_AT_DEADLINE:
+            if closed is not None and closed >= deadline_at - decisions.STOPPED_AT_DEADLINE:
                 return True
     return False
 
@@ -319,7 +319,7 @@ def _was_up_at(op: Operator, machine: Machine, deadline_at: datetime) -> bool:
 def grace_of(op: Operator, machine: Machine) -> timedelta:
     """How long the disk of a stopped one is kept after its deadline: as its plan says."""
     plan = plans.find(op.project, machine.plan)
-    return timedelta(seconds=sentinel.STORAGE_GRACE_S if plan is None else plan.storage_grace_s)
+    return timedelta(seconds=decisions.STORAGE_GRACE_S if plan is None else plan.storage_grace_s)
 
 
 def _differ(one: datetime | None, other: datetime | None) -> bool:

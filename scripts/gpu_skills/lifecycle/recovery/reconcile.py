@@ -34,7 +34,7 @@ from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.recovery import adoption, leftovers, readback, returned
-from gpu_skills.lifecycle.renting import creation, keeping
+from gpu_skills.lifecycle.renting import keeping, outcomes, unanswered
 from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Charge, RentedReader
 from gpu_skills.providers.base import Machine as Instance
@@ -223,10 +223,10 @@ class _Pass:
             self._missing_record(run, attempt, fresh)
         elif fresh:  # the record has its machine, or the create was said to be refused: these are one too many
             for seen in fresh:
-                if not creation.is_of(attempt, seen):
+                if not unanswered.is_of(attempt, seen):
                     self._made_elsewhere(run, attempt, seen)
                     continue
-                twin = creation.destroy_twin(self.op, run, attempt, seen)
+                twin = unanswered.destroy_twin(self.op, run, attempt, seen)
                 self.held.add(twin.id)
                 text, step = (
                     "a second machine of one create: it is destroyed",
@@ -236,10 +236,10 @@ class _Pass:
         elif is_open and on_record:
             self._catch_up(run, attempt, next(iter(on_record.values())))
         elif (is_open or is_unrecorded) and intent is not None and intent.result == "done" and intent.instance_id:
-            creation.record_created(self.op, run, attempt, intent.instance_id)
+            outcomes.record_created(self.op, run, attempt, intent.instance_id)
         elif is_open and intent is not None and intent.result == "refused":
             reason, code = intent.reason or "refused", intent.details.get("code")
-            creation.end_refused(self.op, run, attempt, reason, code)
+            outcomes.end_refused(self.op, run, attempt, reason, code)
         elif is_open:
             if intent is None and self._journal_is_lost(run, attempt):
                 adoption.remember_create(self.op, run, attempt)
@@ -273,8 +273,8 @@ class _Pass:
 
     def _late(self, run: Run, attempt: Attempt, found: list[Instance]) -> None:
         """A create whose end nobody knew, and there it is."""
-        reason = creation.unwanted(self.op, run, attempt, found[0], self._plan(run.plan_sha256))
-        machine = creation.settle_on_one(self.op, run, attempt, found)
+        reason = unanswered.unwanted(self.op, run, attempt, found[0], self._plan(run.plan_sha256))
+        machine = unanswered.settle_on_one(self.op, run, attempt, found)
         if reason is None:
             text = f"{machine.id} was made after all and is on record; its plan still holds"
             self._say("adopted", text, machine=machine, next_step="gpu setup")
@@ -283,12 +283,12 @@ class _Pass:
 
     def _missing_record(self, run: Run, attempt: Attempt, found: list[Instance]) -> None:
         """Somebody took the machine's record away; its run still knows it."""
-        machine = adoption.note_lost(self.op, run, creation.settle_on_one(self.op, run, attempt, found))
+        machine = adoption.note_lost(self.op, run, unanswered.settle_on_one(self.op, run, attempt, found))
         self._say("record_lost", "its record was missing and is there again", machine=machine, next_step="gpu status")
 
     def _catch_up(self, run: Run, attempt: Attempt, machine: Machine) -> None:
         """Journal and registry know the machine, the run's file does not: a command died between the two."""
-        creation.record_created(self.op, run, attempt, str(machine.instance_id))
+        outcomes.record_created(self.op, run, attempt, str(machine.instance_id))
 
     def _not_found(self, run: Run, attempt: Attempt, *, was_sent: bool) -> None:
         age = self.op.clock.now() - parse_timestamp(attempt.began_at)
@@ -305,7 +305,7 @@ class _Pass:
                 burn_usd_hr=Decimal(str(attempt.rate_usd_hr)),
             )
             return
-        creation.refused(self.op, run, attempt, _NeverSeen() if was_sent else _NeverSent())
+        outcomes.refused(self.op, run, attempt, _NeverSeen() if was_sent else _NeverSent())
         self._say("never_seen" if was_sent else "never_sent", f"the create of {attempt.label} made no machine")
 
     def _journal_is_lost(self, run: Run, attempt: Attempt) -> bool:

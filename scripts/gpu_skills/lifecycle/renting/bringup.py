@@ -36,7 +36,7 @@ from gpu_skills.lifecycle.guard.fuse import Receipt
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans.plan import Plan
-from gpu_skills.lifecycle.renting import creation, health, sshkeys, waiting
+from gpu_skills.lifecycle.renting import health, outcomes, sshkeys, waiting
 from gpu_skills.lifecycle.renting.waiting import Watch
 from gpu_skills.providers import created
 from gpu_skills.providers.base import Machine as Instance
@@ -124,7 +124,7 @@ class Boot:
         found = next((m for m in listed if m.instance_id == self.machine.instance_id), None)
         if found is not None and self.machine.last_seen_at is None:
             intents.observe(self.op.project, self.op.clock, lives.PRESENT, machine_id=self.machine.id)
-            self.machine = self._update(lambda m: creation.with_seen(m, found, self.op.clock.now()))
+            self.machine = self._update(lambda m: outcomes.with_seen(m, found, self.op.clock.now()))
         return found
 
     def _compare(self, shown: Instance) -> None:
@@ -136,7 +136,7 @@ class Boot:
             raise verdict.error(shown)
         if not verdict.unknown:
             self._unclear = False
-            self.machine = self._update(lambda m: creation.with_seen(m, shown, self.op.clock.now()))
+            self.machine = self._update(lambda m: outcomes.with_seen(m, shown, self.op.clock.now()))
 
     def _judge(self, shown: Instance | None) -> None:
         now_s = self.op.clock.monotonic()

@@ -49,9 +49,9 @@ from gpu_skills.lifecycle.plans import market, worst_case
 from gpu_skills.lifecycle.plans import offers as ranking
 from gpu_skills.lifecycle.plans.offers import Use
 from gpu_skills.lifecycle.plans.plan import Plan
-from gpu_skills.lifecycle.renting import bringup, claims, creation
+from gpu_skills.lifecycle.renting import bringup, claims, creation, outcomes, specs, unanswered
 from gpu_skills.lifecycle.renting.bringup import Boot, Ready
-from gpu_skills.lifecycle.renting.creation import adopt
+from gpu_skills.lifecycle.renting.unanswered import adopt
 from gpu_skills.lifecycle.runs import Attempt, Run
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.providers.base import Offer, Requirements, Search
@@ -130,7 +130,7 @@ def _bound(op: Operator, name: str, plan: Plan, approval: Approval, run: Run | N
     if run is not None and (run.state == "won" or not run.is_settled):
         return run
     runs.require_readable(op)
-    receipts.require_recent(op, plan.provider, creation.fuse_action(op, plan))
+    receipts.require_recent(op, plan.provider, specs.fuse_action(op, plan))
     account = op.account(plan.provider)
     budget.reserve(
         op.project,
@@ -268,7 +268,7 @@ class _Launch:
         self.plan = replace(self.plan, deadline_s=self._deadline_s(cost_usd))
         try:
             runs.require_readable(self.op)
-            receipts.require_recent(self.op, self.plan.provider, creation.fuse_action(self.op, self.plan))
+            receipts.require_recent(self.op, self.plan.provider, specs.fuse_action(self.op, self.plan))
             self._require_within_ceilings(cost_usd)
         except GpuError as exc:
             self._ended(exc)
@@ -322,19 +322,19 @@ class _Launch:
         op.say(f"asking {offer.provider} for {offer.gpu} at {format_usd(offer.rate_usd_hr)}/h (offer {offer.offer_id})")
         attempt = creation.freeze(op, run, self.plan, offer)
         try:
-            spec = creation.spec_of(op, self.plan, offer, attempt)
+            spec = specs.spec_of(op, self.plan, offer, attempt)
         except GpuError as exc:
-            creation.refused(op, run, attempt, exc)
+            outcomes.refused(op, run, attempt, exc)
             return self._after_refusal(attempt, offer, exc)
         if not claims.still_held(op, self.plan.provider, offer, intent):
-            creation.refused(op, run, attempt, NoCapacity(f"the claim of offer {offer.offer_id} ran out"))
+            outcomes.refused(op, run, attempt, NoCapacity(f"the claim of offer {offer.offer_id} ran out"))
             return "refused"
         try:
             made = creation.send(op, run, attempt, spec)
         except KeyboardInterrupt:
             self._interrupted_while_asking(attempt)
             raise
-        if isinstance(made, creation.Refused):
+        if isinstance(made, outcomes.Refused):
             return self._after_refusal(attempt, offer, made.problem)
         if made.problem is not None:
             self._failed(attempt, made.machine, made.problem)
@@ -363,19 +363,19 @@ class _Launch:
         for known, attempt in refused.items():
             for seen in shown[known]:
                 op.say(f"{run.provider} refused a create and made {seen.instance_id} all the same: it is destroyed")
-                creation.note(op, run, attempt, result="failed", is_over=False)
+                outcomes.note(op, run, attempt, result="failed", is_over=False)
                 self._destroy(
-                    attempt, creation.twin_record(op, run, attempt, seen), "made though refused", DESTROY_WAIT_S
+                    attempt, unanswered.twin_record(op, run, attempt, seen), "made though refused", DESTROY_WAIT_S
                 )
 
     def _shown(self, wanted: list[str]) -> dict[str, list[Instance]]:
         """By intent; a list that has to wait for its turn is waited for."""
         for _ in range(MAX_LIST_WAITS):
             try:
-                return creation.find_any(self.op, self.plan.provider, wanted)
+                return unanswered.find_any(self.op, self.plan.provider, wanted)
             except RateLimited as exc:
                 self.op.clock.sleep(_asked_pause_s(exc))
-        return creation.find_any(self.op, self.plan.provider, wanted)
+        return unanswered.find_any(self.op, self.plan.provider, wanted)
 
     def _bring_up(self, attempt: Attempt, boot: Boot) -> Ready | None:
         """Wait for it and try it. None: it was no use, and it is gone."""
@@ -417,7 +417,7 @@ class _Launch:
         """It is there and no use: destroyed, confirmed and booked before anything else is tried."""
         op = self.op
         self.last_problem = problem
-        creation.note(op, self.run, attempt, result="failed", reason=_short(problem))
+        outcomes.note(op, self.run, attempt, result="failed", reason=_short(problem))
         if isinstance(problem, ArchUnsupported):
             self._useless.add(attempt.gpu or "")
         elif machine.host_key is not None:
@@ -429,14 +429,14 @@ class _Launch:
         status = release.destroy(self.op, machine, why=why, wait_s=wait_s)
         if status != "destroyed":
             raise TeardownIncomplete(machines=machine.id)
-        creation.note(self.op, self.run, attempt, is_over=True)
+        outcomes.note(self.op, self.run, attempt, is_over=True)
         accounting.close(self.op, machine)
 
     def _let_go(self, attempt: Attempt, machine: Machine, why: str = "interrupted") -> None:
         """Nobody waits for it any more. Asked to go; what is not confirmed stays on record, with its burn."""
         self.op.say(f"{why}: {machine.id} is destroyed")
         try:
-            creation.note(self.op, self.run, attempt, result="failed", reason=why)
+            outcomes.note(self.op, self.run, attempt, result="failed", reason=why)
             self._destroy(attempt, machine, why, INTERRUPTED_WAIT_S)
         except GpuError as exc:
             self.op.say(f"{exc.message}; it costs {format_usd(machine.rate_usd_hr)}/h until then: {exc.next_step}")
@@ -446,13 +446,13 @@ class _Launch:
         op, run = self.op, self.run
         problem = Unreachable(host=self.plan.provider, reason="interrupted while the machine was asked for")
         try:
-            found = creation.find(op, self.plan.provider, attempt.intent)
+            found = unanswered.find(op, self.plan.provider, attempt.intent)
         except GpuError:
             found = []
         if found:
-            self._let_go(attempt, creation.settle_on_one(op, run, attempt, found))
+            self._let_go(attempt, unanswered.settle_on_one(op, run, attempt, found))
             return
-        unknown = creation.unknown(op, run, attempt, problem)
+        unknown = unanswered.unknown(op, run, attempt, problem)
         op.say(f"{unknown.message}: {unknown.next_step}")
 
     # the market -------------------------------------------------------------------------------------------------------
@@ -522,29 +522,29 @@ class _Launch:
         intent = intents.read(op.project).get(attempt.intent)
         machine = machines.find(op.project, attempt.machine_id)
         if intent is None:
-            creation.refused(op, run, attempt, NoCapacity("it was written down and never sent"))
+            outcomes.refused(op, run, attempt, NoCapacity("it was written down and never sent"))
             return None
         if intent.result == "refused":
-            creation.end_refused(op, run, attempt, intent.reason or "refused", intent.details.get("code"))
+            outcomes.end_refused(op, run, attempt, intent.reason or "refused", intent.details.get("code"))
             return None
         if machine is not None and machine.instance_id is not None:
             return machine
         if intent.result == "done" and intent.instance_id is not None:
-            return creation.record_created(op, run, attempt, intent.instance_id)
-        found = creation.find(op, run.provider, attempt.intent)
+            return outcomes.record_created(op, run, attempt, intent.instance_id)
+        found = unanswered.find(op, run.provider, attempt.intent)
         if found:
-            return creation.settle_on_one(op, run, attempt, found)
-        raise creation.unknown(op, run, attempt, Unreachable(host=run.provider, reason="no list shows it so far"))
+            return unanswered.settle_on_one(op, run, attempt, found)
+        raise unanswered.unknown(op, run, attempt, Unreachable(host=run.provider, reason="no list shows it so far"))
 
     def _go_on_with(self, attempt: Attempt, machine: Machine) -> Ready | None:
         """A machine that exists: followed when it is ready, waited for when it boots, ended when it had failed."""
         op = self.op
         if machine.status in states.FINAL:
-            creation.note(op, self.run, attempt, result=attempt.result or "failed", is_over=True)
+            outcomes.note(op, self.run, attempt, result=attempt.result or "failed", is_over=True)
             accounting.close(op, machine)
             return None
         if attempt.result == "failed" or machine.status in ("terminating", "stopping", "stopped"):
-            creation.note(op, self.run, attempt, result="failed")
+            outcomes.note(op, self.run, attempt, result="failed")
             self._destroy(attempt, machine, attempt.reason or "its set-up did not end", DESTROY_WAIT_S)
             return None
         if machine.status in ("ready", "busy"):
@@ -554,7 +554,7 @@ class _Launch:
         waited_s = max(0.0, (op.clock.now() - parse_timestamp(attempt.began_at)).total_seconds())
         op.say(f"going on with {machine.id}, asked for {format_duration(waited_s)} ago")
         offer = _offer_of(attempt, machine)
-        spec = creation.spec_of(op, self.plan, offer, attempt)
+        spec = specs.spec_of(op, self.plan, offer, attempt)
         machine = machines.update(op.project, machine.id, lambda m: replace(m, status="booting"), clock=op.clock)
         return self._bring_up(attempt, Boot(op, self.plan, machine, spec=spec, waited_s=waited_s))
 

@@ -35,7 +35,7 @@ from gpu_skills.lifecycle.guard import fuse, receipts
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans import plan as plans
-from gpu_skills.lifecycle.renting import bringup, creation
+from gpu_skills.lifecycle.renting import bringup, specs
 from gpu_skills.lifecycle.renting.bringup import Boot, Ready
 from gpu_skills.state import budget
 from gpu_skills.units import format_usd, json_number
@@ -104,7 +104,7 @@ class _Start:
         if not has_begun and shown.status != "stopped":
             raise ApprovalInvalid(reason=f"{self.machine.id} is {shown.status}, not stopped: it needs no start")
         runs.require_readable(op)
-        receipts.require_recent(op, self.machine.provider, creation.fuse_action(op, self.plan))
+        receipts.require_recent(op, self.machine.provider, specs.fuse_action(op, self.plan))
         self._reserve()
         before = self._before()
         if shown.status == "stopped":
