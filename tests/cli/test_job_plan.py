@@ -19,7 +19,7 @@ from dying import Died
 from gpu_skills.cli.context import Context
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import Unreachable
-from gpu_skills.jobs import disposable, launch
+from gpu_skills.jobs import launch, parting
 from gpu_skills.lifecycle import runs
 from gpu_skills.lifecycle.guard import keyproof
 from gpu_skills.lifecycle.operator import Operator
@@ -308,8 +308,8 @@ def test_a_held_machine_goes_at_a_word_and_not_for_the_end_of_its_job(shop):
     holds(s, "--for", "40m")
     op = s.operator()
     launched = launch.find(op.project, op.project.path("launches").glob("*.json").__next__().stem)
-    with pytest.raises(disposable.MachineHeld, match="is held until"):
-        disposable.let_go(op, launched)
+    with pytest.raises(parting.MachineHeld, match="is held until"):
+        parting.let_go(op, launched)
     assert len(s.burning()) == 1
     holds(s, "--off")
     result = s.run(plan, "--hold-for", "0")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpu_skills.errors import MissingCredential, PlanUnknown, UsageError
-from gpu_skills.jobs import disposable, pack, staging
+from gpu_skills.jobs import agreed, disposable, pack, staging
 from gpu_skills.jobs.checkpoints import Checkpoint
 from gpu_skills.jobs.spec import load_spec
 from gpu_skills.lifecycle.plans import plan as plans
@@ -121,26 +121,26 @@ def test_a_checkpoint_is_staged_from_where_it_lies(project, tmp_path):
 def test_a_draft_and_a_plan_of_another_kind_or_project_are_not_run(project):
     draft = plans.save_draft(project, a_plan(project))
     with pytest.raises(UsageError, match="draft"):
-        disposable.open_plan(project, draft)
+        agreed.open_plan(project, draft)
     for changes in ({"machine_class": "project", "job": None, "inputs": None}, {"job": None}):
         name = plans.freeze(project, a_plan(project, **changes))
         with pytest.raises(UsageError, match="not for a job"):
-            disposable.open_plan(project, name)
+            agreed.open_plan(project, name)
     foreign = plans.freeze(project, a_plan(project, project_id="p-other"))
     with pytest.raises(Exception, match="p-other"):
-        disposable.open_plan(project, foreign)
+        agreed.open_plan(project, foreign)
     with pytest.raises(PlanUnknown):
-        disposable.open_plan(project, "0" * 64)
+        agreed.open_plan(project, "0" * 64)
 
 
 def test_flags_shorten_and_what_is_not_given_stays(project):
     plan = a_plan(project)
-    assert disposable.limits(plan) == disposable.Limits(1800.0, 7200.0, 3600.0)
-    shorter = disposable.limits(plan, hold_for="0", max_lease="1h", job_timeout="30m")
+    assert agreed.limits(plan) == disposable.Limits(1800.0, 7200.0, 3600.0)
+    shorter = agreed.limits(plan, hold_for="0", max_lease="1h", job_timeout="30m")
     assert shorter == disposable.Limits(0.0, 3600.0, 1800.0)
     endless = replace(plan, job_timeout_s=0)
-    assert disposable.limits(endless).job_timeout_s is None
-    assert disposable.limits(endless, job_timeout="9h").job_timeout_s == 9 * 3600
+    assert agreed.limits(endless).job_timeout_s is None
+    assert agreed.limits(endless, job_timeout="9h").job_timeout_s == 9 * 3600
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_flags_shorten_and_what_is_not_given_stays(project):
 )
 def test_no_flag_makes_anything_longer(project, flags):
     with pytest.raises(UsageError) as refused:
-        disposable.limits(a_plan(project), **flags)
+        agreed.limits(a_plan(project), **flags)
     assert refused.value.exit_code == 2
 
 
@@ -157,7 +157,7 @@ def test_the_job_is_what_was_frozen_whatever_gpujob_yaml_says_now(project):
     record = load_spec(project.root, environ={}).to_record()
     plan = a_plan(project, job={**record, "directory": "."})
     (project.root / "gpujob.yaml").write_text("run: rm -rf /\n")
-    spec = disposable.spec_of(project, plan, secret_env={"TOKEN": "s"}, timeout_s=60.0)
+    spec = agreed.spec_of(project, plan, secret_env={"TOKEN": "s"}, timeout_s=60.0)
     assert (spec.run, spec.env, spec.expect, spec.timeout_s) == ("python3 train.py", {"EPOCHS": "3"}, ("m",), 60.0)
     assert spec.env_values() == {"EPOCHS": "3", "TOKEN": "s"} and spec.directory == project.root
 
@@ -166,13 +166,13 @@ def test_only_the_secrets_that_were_approved_reach_the_machine(project):
     job = {"run": "x", "directory": ".", "secret": ["WANDB_KEY"]}
     plan = a_plan(project, job=job, secrets=("WANDB_KEY",))
     known = {"WANDB_KEY": "w", "HF_TOKEN": "h"}.get
-    assert disposable.secret_values(plan, {}, known) == ({"WANDB_KEY": "w"}, None)
-    assert disposable.secret_values(plan, {"WANDB_KEY": "given"}, known)[0] == {"WANDB_KEY": "given"}
-    assert disposable.secret_values(replace(plan, secrets=("WANDB_KEY", "HF_TOKEN")), {}, known)[1] == "h"
+    assert agreed.secret_values(plan, {}, known) == ({"WANDB_KEY": "w"}, None)
+    assert agreed.secret_values(plan, {"WANDB_KEY": "given"}, known)[0] == {"WANDB_KEY": "given"}
+    assert agreed.secret_values(replace(plan, secrets=("WANDB_KEY", "HF_TOKEN")), {}, known)[1] == "h"
     with pytest.raises(UsageError, match="OTHER"):
-        disposable.secret_values(plan, {"OTHER": "x"}, known)
+        agreed.secret_values(plan, {"OTHER": "x"}, known)
     with pytest.raises(MissingCredential, match="WANDB_KEY"):
-        disposable.secret_values(plan, {}, {}.get)
+        agreed.secret_values(plan, {}, {}.get)
 
 
 # waiting ------------------------------------------------------------------------------------------------------------

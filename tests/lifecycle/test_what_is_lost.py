@@ -11,7 +11,7 @@ import pytest
 
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import JobNotFound, JobRunning, NotCollected, Unreachable
-from gpu_skills.jobs import disposable, gone, launch
+from gpu_skills.jobs import gone, launch, parting
 from gpu_skills.jobs import release as jobs_release
 from gpu_skills.jobs.pack import pack
 from gpu_skills.jobs.records import START_REFUSED, JobFolder
@@ -211,9 +211,9 @@ def test_a_launch_whose_machine_lost_its_record_is_not_over_while_it_bills(rig, 
     without_record(r, machine)
     with monkeypatch.context() as blind:  # no look, or one that shows nothing
         blind.setattr(reconcile, "run", lambda *args, **more: None)
-        assert disposable.end_machines(r.op, begun, why="cancelled") == "terminating"
+        assert parting.end_machines(r.op, begun, why="cancelled") == "terminating"
     assert r.burning() and launch.find(r.project, begun.plan).ended_at is None
-    assert disposable.end_machines(r.op, begun, why="cancelled") == "destroyed"
+    assert parting.end_machines(r.op, begun, why="cancelled") == "destroyed"
     assert not r.burning() and launch.find(r.project, begun.plan).ended_at
 
 
@@ -223,7 +223,7 @@ def test_a_machine_that_is_gone_with_its_record_is_ended_like_any_other(rig):
     without_record(r, machine)
     r.writer.destroy(machine.instance_id)
     r.clock.sleep(30)
-    while disposable.end_machines(r.op, begun, why="cancelled") != "destroyed":
+    while parting.end_machines(r.op, begun, why="cancelled") != "destroyed":
         assert r.clock.now() < parse_timestamp(machine.deadline_at)
         r.clock.sleep(60)
     assert machines.find(r.project, machine.id).status in states.FINAL and launch.find(r.project, begun.plan).ended_at
@@ -233,7 +233,7 @@ def test_a_launch_whose_run_is_lost_names_the_machine_that_it_made(rig):
     r = rig("vast", containers=False)
     begun, machine = a_launch(r)
     (runs.folder(r.op, begun.approval_id) / f"{begun.approval_id}.json").unlink()
-    with pytest.raises(disposable.MachineUnconfirmed) as caught:
-        disposable.end_machines(r.op, begun, why="cancelled")
+    with pytest.raises(parting.MachineUnconfirmed) as caught:
+        parting.end_machines(r.op, begun, why="cancelled")
     assert caught.value.next_step == f"gpu machine destroy {machine.id}"
     assert launch.find(r.project, begun.plan).ended_at is None

@@ -41,13 +41,13 @@ def run_plan(
     detach: bool = False,
 ) -> Output:
     """Launch what was approved, or follow what was launched already; the same call is right in both cases."""
-    from gpu_skills.jobs import disposable, durable, launch
+    from gpu_skills.jobs import agreed, disposable, durable, launch, parting
     from gpu_skills.lifecycle.guard import receipts
     from gpu_skills.lifecycle.renting import specs
 
     op = context.operator
-    full, found = disposable.open_plan(context.project, name)
-    limits = disposable.limits(found, hold_for=hold_for, max_lease=max_lease, job_timeout=job_timeout)
+    full, found = agreed.open_plan(context.project, name)
+    limits = agreed.limits(found, hold_for=hold_for, max_lease=max_lease, job_timeout=job_timeout)
     _require_same_checkpoint(found, resume_from)
     launched = launch.find(context.project, full)
     if launched is not None and launched.ended_at is not None and op.ledger.latest(launched.job) is not None:
@@ -55,7 +55,7 @@ def run_plan(
     if launched is not None and launched.ended_at is None:
         launched = disposable.shorten(op, launched, limits)
         limits = launched.limits
-    if launched is not None and (machine := disposable.won_machine(op, launched)) is not None:
+    if launched is not None and (machine := parting.won_machine(op, launched)) is not None:
         if disposable.may_try_again(op, launched, machine):
             launched = disposable.try_again(op, launched)
     if launched is not None and disposable.has_begun(op, launched):
@@ -77,20 +77,20 @@ def run_plan(
 
 def _gone_on_with(context: Context, op: Operator, launched: Launch, found: Plan, *, detach: bool) -> Output:
     """Follow a job that has begun, or finish what is left of one that has ended."""
-    from gpu_skills.jobs import disposable
+    from gpu_skills.jobs import parting
     from gpu_skills.jobs.disposable import CancelRequested
     from gpu_skills.jobs.watching import LOST
     from gpu_skills.lifecycle import states
 
-    machine = disposable.won_machine(op, launched)
-    is_collected = disposable.is_collected(op, launched)
+    machine = parting.won_machine(op, launched)
+    is_collected = parting.is_collected(op, launched)
     if machine is not None and is_collected and machine.status not in states.FINAL:
-        machine = disposable.as_shown(op, machine)
+        machine = parting.as_shown(op, machine)
     if machine is None or (is_collected and machine.status in ("terminating", "stopped")):
         _let_go(context, op, launched)
         return _finished(context, op, launched)
     if machine.status in states.FINAL:
-        disposable.end_machines(op, launched, why="job_over")
+        parting.end_machines(op, launched, why="job_over")
         return _finished(context, op, launched)
     say(f"{launched.job} was launched by this plan: following it on {machine.id}")
     watch = _watch(context, op, launched, found, machine)
@@ -123,17 +123,17 @@ def _prepared(
 ) -> _Work:
     """Stage the inputs and find the secrets: everything that can be wrong here is found before anything is rented."""
     from gpu_skills.cli.progress import byte_bar
-    from gpu_skills.jobs import disposable, staging
+    from gpu_skills.jobs import agreed, parting, staging
     from gpu_skills.jobs.spec import given_env
 
     try:
         given = given_env(env, context.environ, context.project.root)
-        values, hf_token = disposable.secret_values(found, given, _known_secrets(context))
-        spec = disposable.spec_of(context.project, found, secret_env=values, timeout_s=timeout_s)
+        values, hf_token = agreed.secret_values(found, given, _known_secrets(context))
+        spec = agreed.spec_of(context.project, found, secret_env=values, timeout_s=timeout_s)
         with byte_bar(context, "pack", before="looking at the files") as progress:
             packed = staging.stage(context.project, found, progress=progress, allow_secret_files=allow_secret_file)
     except GpuError as exc:
-        machine = None if launched is None else disposable.won_machine(context.operator, launched)
+        machine = None if launched is None else parting.won_machine(context.operator, launched)
         if machine is not None and launched is not None:
             exc.next_step = f"{exc.next_step}; {machine.id} is rented and waits: or gpu job cancel {launched.job}"
             exc.details["machine"] = machine.id
@@ -182,7 +182,7 @@ def _launched(
     context: Context, op: Operator, launched: Launch, found: Plan, approval: Any, work: _Work
 ) -> tuple[Launch, Link]:
     """Rent and submit, or wait for the command that is at it already."""
-    from gpu_skills.jobs import disposable
+    from gpu_skills.jobs import disposable, parting
 
     while True:
         try:
@@ -195,7 +195,7 @@ def _launched(
         except StateBusy:
             launched = _other_command(op, launched)
             if disposable.has_begun(op, launched):
-                machine = disposable.won_machine(op, launched)
+                machine = parting.won_machine(op, launched)
                 if machine is None:
                     raise
                 return launched, op.connect(machine)
@@ -229,11 +229,11 @@ def _other_command(op: Operator, launched: Launch) -> Launch:
 
 def _cancelled_early(context: Context, op: Operator, launched: Launch) -> None:
     """Ctrl-C, or a cancel from elsewhere, before the job began: its machine was ended already."""
-    from gpu_skills.jobs import disposable
+    from gpu_skills.jobs import parting
     from gpu_skills.jobs.records import JobFolder
 
     if not JobFolder(context.project, launched.job).was_sent:
-        disposable.cancelled_before_it_began(op, launched)
+        parting.cancelled_before_it_began(op, launched)
 
 
 # follow, collect, hold, let go --------------------------------------------------------------------------------------
@@ -351,11 +351,11 @@ def _collected(context: Context, op: Operator, launched: Launch, link: Link, pul
 
 def _held(context: Context, op: Operator, launched: Launch, link: Link) -> str | None:
     """Hold the machine for review; how that ended, None without a hold."""
-    from gpu_skills.jobs import disposable, hold, launch
+    from gpu_skills.jobs import hold, launch, parting
     from gpu_skills.lifecycle import machines, states
     from gpu_skills.lifecycle.connect import ssh_command
 
-    until = disposable.keep(op, launched, link)
+    until = parting.keep(op, launched, link)
     if until is None:
         return None
     machine = link.machine
@@ -373,19 +373,19 @@ def _held(context: Context, op: Operator, launched: Launch, link: Link) -> str |
 
     def held_until() -> datetime:
         """Longer, when somebody has said so by `gpu machine hold`."""
-        return max(until, disposable.held_by_hand(op, launched) or until)
+        return max(until, parting.held_by_hand(op, launched) or until)
 
     return hold.review(context.clock, held_until, tell=tell, is_ended=is_ended)
 
 
 def _let_go(context: Context, op: Operator, launched: Launch, *, why: str = "job_over") -> str:
-    from gpu_skills.jobs import disposable
+    from gpu_skills.jobs import parting
     from gpu_skills.jobs.hold import unhurried
 
     say("destroying the machine, and watching until it is proven gone")
     try:
         with unhurried():
-            return disposable.let_go(op, launched, why=why)
+            return parting.let_go(op, launched, why=why)
     except GpuError as exc:
         exc.details["job"] = _document(context, op, launched)
         raise
@@ -431,13 +431,13 @@ def pending_line(context: Context, launched: Launch) -> dict[str, Any]:
 
 def pending_document(context: Context, launched: Launch) -> dict[str, Any]:
     """A job whose machine is being made."""
-    from gpu_skills.jobs import disposable
+    from gpu_skills.jobs import parting
     from gpu_skills.lifecycle import runs
 
     op = context.operator
     document = job_document(context, launched.job, None, pending_line(context, launched))
     run = runs.load(op, launched.approval_id) if launched.approval_id else None
-    machine = disposable.won_machine(op, launched)
+    machine = parting.won_machine(op, launched)
     newest = run.attempts[-1] if run is not None and run.attempts else None
     document["phase"] = "setup" if machine is not None else "booting" if newest is not None else "requested"
     document["machine"] = machine.id if machine is not None else newest.machine_id if newest is not None else None
@@ -450,10 +450,10 @@ def pending_document(context: Context, launched: Launch) -> dict[str, Any]:
 
 
 def _document(context: Context, op: Operator, launched: Launch) -> dict[str, Any]:
-    from gpu_skills.jobs import disposable
+    from gpu_skills.jobs import parting
 
     document = job_document(context, launched.job)
-    machine = disposable.won_machine(op, launched)
+    machine = parting.won_machine(op, launched)
     document |= {
         "plan": launched.plan,
         "machine_state": None if machine is None else machine.status,

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpu_skills.cli import machine_shown
 from gpu_skills.cli.base import LazyGroup, command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.durations import DURATION, POSITIVE_DURATION
-from gpu_skills.cli.output import Output, say, table
-from gpu_skills.cli.project import ABANDON, machine_document
+from gpu_skills.cli.output import Output, say
+from gpu_skills.cli.project import ABANDON
 from gpu_skills.errors import (
     ApprovalNeeded,
     DestroyNotTaken,
@@ -56,9 +57,9 @@ def ls(context: Context) -> Output:
     """List the project's machines as last seen, with what they burn now. Reads only."""
     from gpu_skills.lifecycle import machines
 
-    found = [document_of(m) for m in machines.all_machines(context.project)]
+    found = [machine_shown.document_of(m) for m in machines.all_machines(context.project)]
     burn = json_number(sum((usd(m["burn_usd_hr"]) for m in found), usd(0)))
-    text = f"{_table(found)}\nburn: {format_usd(burn)}/h" if found else "no machine yet: gpu setup"
+    text = f"{machine_shown.machine_table(found)}\nburn: {format_usd(burn)}/h" if found else "no machine yet: gpu setup"
     return Output({"machines": found, "burn_usd_hr": burn}, text)
 
 
@@ -69,14 +70,19 @@ def show(context: Context, machine_id: str) -> Output:
     from gpu_skills.lifecycle import intents
 
     one = _on_record(context, machine_id)
-    document: dict[str, Any] = {"machine": document_of(one), "seen": None, "not_seen_because": None, "leaving": None}
+    document: dict[str, Any] = {
+        "machine": machine_shown.document_of(one),
+        "seen": None,
+        "not_seen_because": None,
+        "leaving": None,
+    }
     document["fuse"] = _fuse(one)
     if one.is_rented:
         document["seen"], document["not_seen_because"] = _as_shown(context, one)
         document["leaving"] = _leaving(context, one)
     begun = [i for i in intents.read(context.project).values() if i.machine_id == one.id and i.is_open]
     document["open_intents"] = [{"id": i.id, "action": i.action, "began_at": i.ts, "reason": i.reason} for i in begun]
-    return Output(document, _shown_text(document))
+    return Output(document, machine_shown.shown_text(document))
 
 
 def _as_shown(context: Context, one: Machine) -> tuple[dict[str, Any] | None, str | None]:
@@ -155,7 +161,7 @@ def stop(context: Context, machine_id: str, wait_s: float) -> Output:
     one = _rented(context, machine_id)
     stopped = release.stop(context.operator, one, wait_s=wait_s, agree=by_name(context), tell=looks(context))
     accounting.close(context.operator, stopped)
-    document = document_of(stopped)
+    document = machine_shown.document_of(stopped)
     burn = f"its storage costs {format_usd(document['burn_usd_hr'])}/h"
     return Output({"machine": document}, f"{one.id} is stopped; {burn} until it is destroyed")
 
@@ -181,7 +187,7 @@ def start(context: Context, machine_id: str, lasts_s: float | None, yes: bool) -
     plan = keeping.start_plan(op, one, lasts_s=asked_s, session_usd=budget.session_usd)
     ready = provision.restart(op, one, agree(context, plan.ask(), yes=yes))
     ready.link.close()
-    document = document_of(ready.machine)
+    document = machine_shown.document_of(ready.machine)
     return Output({"machine": document}, f"{one.id} is ready until {document['deadline_at']}")
 
 
@@ -208,7 +214,7 @@ def extend(context: Context, machine_id: str, more_s: float | None, yes: bool) -
     if warning:
         say(warning)
     extended = keeping.extend(op, plan, agree(context, plan.ask(), yes=yes))
-    document = {"machine": document_of(extended.machine), "deadlines": extended.deadlines}
+    document = {"machine": machine_shown.document_of(extended.machine), "deadlines": extended.deadlines}
     text = f"{one.id} ends {document['machine']['deadline_at']}"
     if extended.deadlines:
         import json
@@ -244,9 +250,9 @@ def hold(context: Context, machine_id: str, lasts_s: float | None, off: bool) ->
     one = _rented(context, machine_id)
     op = context.operator
     if lasts_s is None:
-        document = document_of(keeping.let_go(op, one))
+        document = machine_shown.document_of(keeping.let_go(op, one))
         return Output({"machine": document}, f"{one.id} is not held any more")
-    document = document_of(keeping.hold(op, one, op.clock.now() + timedelta(seconds=lasts_s)))
+    document = machine_shown.document_of(keeping.hold(op, one, op.clock.now() + timedelta(seconds=lasts_s)))
     burn = format_usd(document["burn_usd_hr"])
     return Output({"machine": document}, f"{one.id} is held until {document['held_until']}, at {burn}/h")
 
@@ -266,10 +272,10 @@ def protect(context: Context, machine_id: str, off: bool) -> Output:
     one = _rented(context, machine_id)
     op = context.operator
     if not off:
-        return Output({"machine": document_of(keeping.protect(op, one))}, f"{one.id} is protected")
+        return Output({"machine": machine_shown.document_of(keeping.protect(op, one))}, f"{one.id} is protected")
     if "protected" in one.conditions:
         one = keeping.unprotect(op, one, agree(context, keeping.named_plan(op, "unprotect", one).ask(), yes=False))
-    return Output({"machine": document_of(one)}, f"{one.id} is not protected")
+    return Output({"machine": machine_shown.document_of(one)}, f"{one.id} is not protected")
 
 
 # destroying ---------------------------------------------------------------------------------------------------------
@@ -340,80 +346,14 @@ def ended(context: Context, one: Machine, state: str) -> Output:
     op = context.operator
     now = witness.current(op, one)
     if state == "destroyed":
-        return Output({"machine": document_of(now)}, f"{one.id} is destroyed")
+        return Output({"machine": machine_shown.document_of(now)}, f"{one.id} is destroyed")
     evidence = witness.evidence_of(op, now)
     if evidence.taken_at is None and evidence.refused is not None:
         raise DestroyNotTaken(provider=one.provider, machine=one.id, reason=evidence.refused)
     raise TeardownIncomplete(machines=one.id)
 
 
-# documents ----------------------------------------------------------------------------------------------------------
-
-
-def document_of(one: Machine) -> dict[str, Any]:
-    """A machine for `--json`. burn_usd_hr: what it costs now, as its state on record says."""
-    return {
-        **machine_document(one),
-        "instance_id": one.instance_id,
-        "label": one.label,
-        "class": one.machine_class,
-        "storage_usd_hr": None if one.storage_usd_hr is None else json_number(one.storage_usd_hr),
-        "burn_usd_hr": json_number(one.burn_usd_hr),
-        "deadline_at": one.deadline_at,
-        "held_until": one.extra.get("held_until"),
-        "conditions": list(one.conditions),
-        "created_at": one.created_at,
-        "ready_at": one.ready_at,
-        "last_seen_at": one.last_seen_at,
-        "destroyed_at": one.destroyed_at,
-    }
-
-
-def _table(documents: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            d["id"],
-            d["provider"],
-            d["host"],
-            d["status"] + (f" ({', '.join(d['conditions'])})" if d["conditions"] else ""),
-            f"{d['gpu_count']} × {d['gpu']}" if d["gpu_count"] else "-",
-            f"{d['vram_gb']:g}" if d["vram_gb"] else "-",
-            format_usd(d["rate_usd_hr"]),
-            format_usd(d["burn_usd_hr"]),
-            d["deadline_at"] or "-",
-        ]
-        for d in documents
-    ]
-    return table(rows, ["MACHINE", "PROVIDER", "HOST", "STATUS", "GPU", "VRAM_GB", "USD/H", "BURN/H", "DEADLINE"])
-
-
-def _shown_text(document: dict[str, Any]) -> str:
-    one, seen, leaving = document["machine"], document["seen"], document["leaving"]
-    lines = [_table([one])]
-    if seen is not None:
-        burn = "unknown" if seen["burn_usd_hr"] is None else f"{format_usd(seen['burn_usd_hr'])}/h"
-        lines.append(f"shown now: {seen['status']} ({seen['said']}), burns {burn}, deadline {seen['deadline_at']}")
-        if not seen["is_ours"]:
-            lines.append(f"it does not carry our label but {seen['label']}: nothing here touches it")
-    elif document["not_seen_because"]:
-        lines.append(f"not seen now: {document['not_seen_because']}")
-    if (fuse := document["fuse"]) is not None:
-        ends = fuse["deadline_at"] or "never"
-        lines.append(
-            f"fuse of {fuse['intent']}: armed {fuse['armed_at']}, {fuse['on_expiry']}s it {ends}, "
-            f"its key to do so is {fuse['key']}"
-        )
-    elif one["instance_id"] is not None:
-        lines.append("fuse: no receipt on record")
-    if one["held_until"]:
-        lines.append(f"held until {one['held_until']}")
-    if leaving is not None:
-        taken = leaving["taken_at"] or f"not yet ({leaving['refused'] or 'not answered'})"
-        lines.append(
-            f"leaving since {leaving['began_at']}: delete taken {taken}, seen absent {leaving['absences']} times"
-        )
-    lines += [f"under way: {i['action']} since {i['began_at']}" for i in document["open_intents"]]
-    return "\n".join(lines)
+# on record -----------------------------------------------------------------------------------------------------------
 
 
 def _on_record(context: Context, machine_id: str) -> Machine:

@@ -18,7 +18,7 @@ from typing import Any
 
 from gpu_skills.clock import Clock, timestamp
 from gpu_skills.errors import GpuError, JobNotFound, RemoteError, StateBusy, Uncertain
-from gpu_skills.jobs import disposable, launch
+from gpu_skills.jobs import disposable, launch, parting
 from gpu_skills.jobs.launch import Launch
 from gpu_skills.jobs.records import JobFolder
 from gpu_skills.lifecycle import runs, states
@@ -61,27 +61,27 @@ def cancel(
         _wait_for_worker(op, launched)
         line = op.ledger.latest(launched.job)
     if line is None or not JobFolder(op.project, launched.job).was_sent:
-        state = disposable.end_machines(op, launched, why="cancelled")
-        disposable.cancelled_before_it_began(op, launched)
+        state = parting.end_machines(op, launched, why="cancelled")
+        parting.cancelled_before_it_began(op, launched)
         return state
-    machine = disposable.won_machine(op, launched)
+    machine = parting.won_machine(op, launched)
     if machine is None or machine.status in states.FINAL:
         if machine is not None:
             op.settle_jobs(machine.id, "cancelled")
-        return disposable.end_machines(op, launched, why="cancelled")
+        return parting.end_machines(op, launched, why="cancelled")
     if gives_up_outputs:
         _give_up(op, launched, machine)
-        return disposable.end_machines(op, launched, why="cancelled")
+        return parting.end_machines(op, launched, why="cancelled")
     link = _reach(op, launched, machine)
     if link is None:  # it stands still: this is its end
         op.settle_jobs(machine.id, "cancelled")
         _give_up(op, launched, machine)
-        return disposable.end_machines(op, launched, why="cancelled")
+        return parting.end_machines(op, launched, why="cancelled")
     with closing(link):
         _end_job(op, launched, link)
         disposable.settle(op, link)
         collect(link, launched.job)
-    return disposable.let_go(op, launched, why="cancelled")
+    return parting.let_go(op, launched, why="cancelled")
 
 
 def end_on_machine(project: Project, clock: Clock, link: Link, job: str, *, wait_s: float) -> dict[str, Any]:

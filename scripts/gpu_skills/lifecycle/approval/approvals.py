@@ -12,7 +12,6 @@ from __future__ import annotations
 import secrets
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
-from pathlib import Path
 
 from gpu_skills.clock import timestamp
 from gpu_skills.config import LONGEST_WAIT_S
@@ -21,11 +20,10 @@ from gpu_skills.errors import (
     ApprovalInvalid,
     ApprovalNeeded,
     ApprovalUsed,
-    StateError,
     UsageError,
 )
 from gpu_skills.lifecycle import runs
-from gpu_skills.lifecycle.approval import approval_record, signatures
+from gpu_skills.lifecycle.approval import approval_record, signatures, uses
 from gpu_skills.lifecycle.approval.approval_record import APPROVALS, Approval
 from gpu_skills.lifecycle.approval.asks import Ask, ask_of_plan
 from gpu_skills.lifecycle.operator import Operator
@@ -35,26 +33,13 @@ from gpu_skills.state.policy import Policy
 from gpu_skills.units import format_usd, json_number, usd
 
 __all__ = [
-    "Approval", "Ask", "Use", "ask_of_plan", "commands", "find", "finish", "give", "give_signed", "message",
+    "Approval", "Ask", "ask_of_plan", "commands", "find", "finish", "give", "give_signed", "message",
     "needed", "note_used", "use", "used_by",
 ]  # fmt: skip
 
 LIFE = timedelta(hours=1)
 CLOCK_SKEW = timedelta(minutes=2)
 MAX_WORDS = 4000
-
-
-@dataclass(frozen=True)
-class Use:
-    """That an approval is used up by one action on one machine. finished_at None: it goes on, or died."""
-
-    approval_id: str
-    plan_sha256: str
-    project_id: str
-    action: str
-    owner: str
-    used_at: str
-    finished_at: str | None = None
 
 
 # giving one ---------------------------------------------------------------------------------------------------------
@@ -206,20 +191,20 @@ def _look(op: Operator, ask: Ask) -> _Seen:
 # using it -----------------------------------------------------------------------------------------------------------
 
 
-def use(op: Operator, approval: Approval, ask: Ask) -> Use:
+def use(op: Operator, approval: Approval, ask: Ask) -> uses.Use:
     """Use an approval up for an action on a machine, whole or not at all. For what rents, `runs.create` does this.
 
     ApprovalUsed when it was. Whoever began and died may go on from the same state directory, until `finish`: hold
     `runs.working_on(op, approval.id)` meanwhile.
     """
     find(op, ask, approval_id=approval.id)
-    path = _use_path(op, approval.id)
+    path = uses.path_of(op, approval.id)
     files.make_directory(path.parent)
     with files.lock(path):
-        found = _load_use(op, approval.id)
+        found = uses.load(op, approval.id)
         if found is None:
             now = timestamp(op.clock.now())
-            begun = Use(approval.id, ask.sha256, ask.project_id, ask.action, runs.owner_of(op), now)
+            begun = uses.Use(approval.id, ask.sha256, ask.project_id, ask.action, runs.owner_of(op), now)
             files.commit(path, files.dumps_pretty(asdict(begun)), expected=None)
             return begun
     _require_ours(op, ask, found)
@@ -228,10 +213,12 @@ def use(op: Operator, approval: Approval, ask: Ask) -> Use:
 
 def finish(op: Operator, approval: Approval) -> None:
     """Say that the action of a used approval is over. Repeating it changes nothing."""
-    if _load_use(op, approval.id) is None:
+    if uses.load(op, approval.id) is None:
         return
     now = timestamp(op.clock.now())
-    files.update(_use_path(op, approval.id), lambda record: {**record, "finished_at": record.get("finished_at") or now})
+    files.update(
+        uses.path_of(op, approval.id), lambda record: {**record, "finished_at": record.get("finished_at") or now}
+    )
 
 
 def note_used(op: Operator, approval: Approval) -> None:
@@ -248,7 +235,7 @@ def used_by(op: Operator, ask: Ask, approval: Approval) -> dict[str, str] | None
         made = [attempt.machine_id for attempt in run.attempts]
         by = f"run {run.approval_id}" + (f" (machine {made[-1]})" if made else "")
         return {"by": by, "at": run.began_at, "next_step": _follow(op, ask)}
-    found = _load_use(op, approval.id)
+    found = uses.load(op, approval.id)
     if found is None:
         return None
     by = f"the {found.action} of machine {ask.subject.get('machine')}"
@@ -260,21 +247,6 @@ def _follow(op: Operator, ask: Ask) -> str:
     plan = plans.find(op.project, ask.sha256)
     kind = None if plan is None else plan.machine_class
     return {"job": f"gpu job run --plan {ask.name}", "project": "gpu setup"}.get(kind or "", "gpu status")
-
-
-def _use_path(op: Operator, approval_id: str) -> Path:
-    return runs.folder(op, approval_id).parent / "uses" / f"{approval_id}.json"
-
-
-def _load_use(op: Operator, approval_id: str) -> Use | None:
-    path = _use_path(op, approval_id)
-    record = files.read_json(path, default=None)
-    try:
-        return None if record is None else Use(**record)
-    except TypeError as exc:
-        raise StateError(
-            file=path.name, at="", problem="found something else, allowed is what gpu wrote", next_step=f"edit {path}"
-        ) from exc
 
 
 # what holds ---------------------------------------------------------------------------------------------------------
@@ -337,7 +309,7 @@ def _standing(op: Operator, ask: Ask, approval: Approval, *, is_echoed: bool) ->
             by = f"run {run.approval_id} at {run.began_at}"
             raise _used(ask, f"approval {approval.id} was used by {by}: its attempts are over ({run.state})")
         return "won" if run.state == "won" else "begun"
-    if (found := _load_use(op, approval.id)) is not None:
+    if (found := uses.load(op, approval.id)) is not None:
         _require_ours(op, ask, found)
         return "begun"
     if is_echoed:
@@ -345,7 +317,7 @@ def _standing(op: Operator, ask: Ask, approval: Approval, *, is_echoed: bool) ->
     return "free"
 
 
-def _require_ours(op: Operator, ask: Ask, found: Use) -> None:
+def _require_ours(op: Operator, ask: Ask, found: uses.Use) -> None:
     if found.plan_sha256 != ask.sha256 or found.owner != runs.owner_of(op):
         raise _used(ask, f"approval {found.approval_id} was used in another state directory or for another plan")
     if found.finished_at is not None:

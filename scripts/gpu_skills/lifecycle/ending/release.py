@@ -15,13 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from gpu_skills.clock import time_of, timestamp
-from gpu_skills.errors import (
-    AuthRejected,
-    NotOwned,
-    ProviderError,
-    ProviderSilent,
-    Refused,
-)
+from gpu_skills.errors import AuthRejected, NotOwned, ProviderError, ProviderSilent, Refused
 from gpu_skills.lifecycle import intents, machines, runs, states, unrecorded
 from gpu_skills.lifecycle.ending import absence, asking, ownership, witness
 from gpu_skills.lifecycle.intents import Intent
