@@ -39,7 +39,7 @@ def sample() -> list[tuple[str, str, int, str]]:
 def prepared(rig: Any, vendor: str, command: str) -> tuple[SomeShop, list[str]]:
     """A shop and the command as its user calls it."""
     shop = SomeShop(rig(vendor, real=True, containers=True), real=True)
-    guarded(shop)
+    guarded(shop, "stop", "destroy")
     done(shop.gpu("init", "--jobs", "--provider", vendor))
     (shop.root / "input.txt").write_text("x")
     if command == "job run":

@@ -33,7 +33,7 @@ class Job:
     def __init__(self, rig: Any, vendor: str, home: Path, *, seconds: float = 0):
         r = rig(vendor, home=home, containers=False)
         self.shop = SomeShop(r)
-        guarded(self.shop)
+        guarded(self.shop, "stop", "destroy")
         self.ran = home / "ran"
         self.gpu("init", "--jobs", "--provider", vendor)
         (self.shop.root / "input.txt").write_text("x")
