@@ -14,7 +14,7 @@ from gpu_skills.errors import MissingCredential, NoProject, UsageError
 from gpu_skills.units import counted, format_usd, json_number
 
 if TYPE_CHECKING:
-    from gpu_skills.lifecycle.recovery.reconcile import Account, Finding, Report
+    from gpu_skills.lifecycle.recovery.findings import Account, Finding, Report
 
 
 @command(

@@ -16,7 +16,7 @@ from gpu_skills.lifecycle.guard import keyproof, receipts
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.recovery import adoption
-from gpu_skills.lifecycle.recovery.reconcile import Listing
+from gpu_skills.lifecycle.recovery.findings import Listing
 from gpu_skills.lifecycle.renting import specs
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.state import budget
