@@ -39,6 +39,9 @@ def tell(error: GpuError, context: Context, *, needs_records: bool = True) -> No
             return
     error.may_be_billing = True  # type: ignore[misc]
     error.details.setdefault("machines", alive[:NAMED])
+    steps = [error.next_step]
     if "gpu reconcile" not in error.next_step:
-        ends = f", or to end it: gpu machine destroy {alive[0]}" if len(alive) == 1 else ""
-        error.next_step = f"{error.next_step}; then: gpu reconcile{ends}"
+        steps.append("then: gpu reconcile")
+        if len(alive) == 1:
+            steps.append(f"or, to end it: gpu machine destroy {alive[0]}")
+    error.next_step = "; ".join(steps)
