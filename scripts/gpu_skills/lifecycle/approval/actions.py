@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gpu_skills import schemas
 from gpu_skills.clock import parse_timestamp
-from gpu_skills.errors import ApprovalInvalid, PlanChanged, PlanUnknown, UsageError, one_line
+from gpu_skills.errors import ApprovalInvalid, PlanChanged, UsageError, one_line
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.plans.plan import SHOWN_CHARS, Plan
 from gpu_skills.state import files
@@ -90,7 +89,7 @@ class ActionPlan:
         if self.deadline_at is not None:
             subject["deadline"] = self.deadline_at
         return Ask(
-            sha256=sha256(self),
+            sha256=plans.sha256(self),
             action=self.action,
             project_id=self.project_id,
             subject=subject,
@@ -100,33 +99,24 @@ class ActionPlan:
         )
 
 
-def canonical(plan: ActionPlan) -> bytes:
-    """The bytes that are hashed."""
-    return json.dumps(
-        plan.to_record(), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    ).encode()
-
-
-def sha256(plan: ActionPlan) -> str:
-    return hashlib.sha256(canonical(plan)).hexdigest()
-
-
 def freeze(project: Project, plan: ActionPlan) -> str:
     """Write the plan under its hash and return that. One that is measured anew is a new plan."""
     project.require_writable()
     if plan.measured_at is not None and plan.nonce is None:
         plan = replace(plan, nonce=secrets.token_hex(8))
-    name = sha256(plan)
+    name = plans.sha256(plan)
     path = project.path("plans") / f"{name}.json"
     files.make_directory(path.parent)
     with files.lock(path):
-        files.commit(path, canonical(plan), expected=files.read_bytes(path, max_bytes=MAX_ACTION_BYTES))
+        files.commit(path, plans.canonical(plan), expected=files.read_bytes(path, max_bytes=MAX_ACTION_BYTES))
     return name
 
 
 def load(project: Project, name: str) -> tuple[str, Plan | ActionPlan]:
     """(full name, plan of either kind) by its name or eight or more digits of it. PlanUnknown, PlanChanged."""
-    full = _full_name(project, name)
+    if plans.is_draft(name):
+        return plans.load(project, name)
+    full = plans.full_name(project, name)
     raw = files.read_bytes(project.path("plans") / f"{full}.json", max_bytes=plans.MAX_PLAN_BYTES)
     if raw is None:
         raise plans.unknown(project, name)
@@ -134,7 +124,7 @@ def load(project: Project, name: str) -> tuple[str, Plan | ActionPlan]:
     if not isinstance(record, dict) or "action" not in record:
         return plans.load(project, full)
     plan = ActionPlan.from_record(record)
-    if hashlib.sha256(raw).hexdigest() != full or sha256(plan) != full:
+    if hashlib.sha256(raw).hexdigest() != full or plans.sha256(plan) != full:
         raise PlanChanged(plan=full[:SHOWN_CHARS])
     if plan.project_id != project.project_id:
         raise ApprovalInvalid(
@@ -151,20 +141,6 @@ def named_by(project: Project, approval: Approval, action: Action, machine_id: s
         reason = f"approval {approval.id} is not for: {action} {machine_id}"
         raise ApprovalInvalid(reason=reason, plan=approval.plan_sha256[:SHOWN_CHARS])
     return plan
-
-
-def _full_name(project: Project, name: str) -> str:
-    """A draft's name is as full as it gets."""
-    if name.startswith("draft-"):
-        return plans.load(project, name)[0]
-    if not plans._NAME.fullmatch(name):
-        raise plans.unknown(project, name)
-    found = sorted(path.stem for path in project.path("plans").glob(f"{name}*.json"))
-    if len(found) > 1:
-        raise PlanUnknown(f"{len(found)} plans begin with {name}", plan=name)
-    if not found:
-        raise plans.unknown(project, name)
-    return found[0]
 
 
 def _lines(plan: ActionPlan) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gpu_skills import schemas
 from gpu_skills.clock import parse_timestamp
@@ -142,14 +142,20 @@ class Plan:
         return cls(machine_class=record["class"], **given)
 
 
-def canonical(plan: Plan) -> bytes:
+class Frozen(Protocol):
+    """A plan of either kind: to rent a machine, or to do something to one."""
+
+    def to_record(self) -> dict[str, Any]: ...
+
+
+def canonical(plan: Frozen) -> bytes:
     """The bytes that are hashed. The same content gives the same bytes, whoever writes them."""
     return json.dumps(
         plan.to_record(), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     ).encode()
 
 
-def sha256(plan: Plan) -> str:
+def sha256(plan: Frozen) -> str:
     return hashlib.sha256(canonical(plan)).hexdigest()
 
 
@@ -178,19 +184,27 @@ def load(project: Project, name: str) -> tuple[str, Plan]:
         if content is None:
             raise unknown(project, name)
         return name, Plan.from_record(content)
-    if not _NAME.fullmatch(name):
-        raise unknown(project, name)
-    found = sorted(folder.glob(f"{name}*.json"))
-    if len(found) != 1:
-        raise PlanUnknown(f"{len(found)} plans begin with {name}", plan=name) if found else unknown(project, name)
-    raw = files.read_bytes(found[0], max_bytes=MAX_PLAN_BYTES) or b""
-    full = found[0].stem
+    full = full_name(project, name)
+    path = folder / f"{full}.json"
+    raw = files.read_bytes(path, max_bytes=MAX_PLAN_BYTES) or b""
     if hashlib.sha256(raw).hexdigest() != full:  # before anything is read from it
         raise PlanChanged(plan=full[:SHOWN_CHARS])
-    plan = Plan.from_record(files.parse(raw, found[0]))
+    plan = Plan.from_record(files.parse(raw, path))
     if sha256(plan) != full:
         raise PlanChanged(plan=full[:SHOWN_CHARS])
     return full, plan
+
+
+def full_name(project: Project, name: str) -> str:
+    """The whole name of a frozen plan of either kind, by eight or more digits of it. PlanUnknown."""
+    if not _NAME.fullmatch(name):
+        raise unknown(project, name)
+    found = sorted(path.stem for path in _folder(project).glob(f"{name}*.json"))
+    if len(found) > 1:
+        raise PlanUnknown(f"{len(found)} plans begin with {name}", plan=name)
+    if not found:
+        raise unknown(project, name)
+    return found[0]
 
 
 def find(project: Project, name: str | None) -> Plan | None:
