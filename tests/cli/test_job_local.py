@@ -333,6 +333,7 @@ def test_real_jobs_leave_only_records_that_fit_their_schemas(project, gpu):
     gpu("job", "cancel", "--json")
     makes = "echo a > $GPU_OUTPUT_DIR/a; ln -s a $GPU_OUTPUT_DIR/link; mkfifo $GPU_OUTPUT_DIR/fifo"
     assert gpu("job", "run", "--json", "--timeout", "1m", "--label", "two", "--env", "A=b", "--", makes).exit_code == 0
+    assert gpu("job", "artifacts", "--json", "--to", f"file://{project}/kept").exit_code == 0
     assert gpu("destroy", "--json", "--abandon-outputs", "J-000001").exit_code == 0
 
     records = [

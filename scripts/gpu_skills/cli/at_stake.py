@@ -32,7 +32,7 @@ def tell(error: GpuError, context: Context, *, needs_records: bool = True) -> No
         if needs_records:
             return
         alive = []
-    except (GpuError, OSError):  # what cannot be read may name any number of them
+    except Exception:  # what cannot be read may name any number of them, and a second defect must not hide the first
         alive = []
     else:
         if not alive:

@@ -329,7 +329,7 @@ class Ledger:
             record["ts"] = not_before if not_before and parse_timestamp(not_before) > now else timestamp(now)
         for key in ("cost_usd", "wasted_usd", "duration_s"):
             value = record.get(key)
-            if type(value) is float and value == round(value, 6):  # nothing to round; infinity is for the check below
+            if type(value) is float and abs(value) < 1e15 and value == round(value, 6):  # nothing to round
                 record[key] = int(value) if value.is_integer() else value
             elif isinstance(value, Decimal | float) and abs(value) < 1e15:
                 record[key] = json_number(Decimal(str(value)))
