@@ -9,6 +9,7 @@ from gpu_skills.errors import NoCapacity
 from gpu_skills.lifecycle.connect import WORKSPACE
 from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.lifecycle.guard.fuse import OnExpiry
+from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.plans.plan import Plan
 from gpu_skills.lifecycle.renting import sshkeys
@@ -106,3 +107,16 @@ def bid(plan: Plan, offer: Offer) -> Decimal:
         )
     wanted = (floor * BID_ABOVE_FLOOR).quantize(_BID_STEP, rounding=ROUND_UP)
     return min(wanted, most)
+
+
+def offer_of(attempt: Attempt, machine: Machine) -> Offer:
+    """What was taken, as far as the record still has it: enough to compare what came with what was asked for."""
+    return Offer(
+        provider=machine.provider,
+        offer_id=attempt.offer_id,
+        rate_usd_hr=machine.rate_usd_hr,
+        gpu=attempt.gpu,
+        gpu_count=machine.gpu_count,
+        vram_gb=machine.vram_gb,
+        storage_usd_hr=machine.storage_usd_hr or machine.rate_usd_hr * 0,
+    )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from gpu_skills.clock import parse_timestamp
-from gpu_skills.errors import GpuError, ProviderSilent, UsageError, one_line
+from gpu_skills.errors import GpuError, NoCapacity, ProviderSilent, Unreachable, UsageError, one_line
 from gpu_skills.lifecycle import intents, labels, machines, states
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -41,6 +41,26 @@ def find_any(op: Operator, provider: str, wanted: Iterable[str]) -> dict[str, li
     for same in found.values():
         same.sort(key=lambda seen: (seen.created_at is None, seen.created_at or now, seen.instance_id))
     return found
+
+
+def found_out(op: Operator, run: Run, attempt: Attempt) -> Machine | None:
+    """The machine of an attempt, None when it is clear that there is none. Raises when nobody knows."""
+    intent = intents.read(op.project).get(attempt.intent)
+    machine = machines.find(op.project, attempt.machine_id)
+    if intent is None:
+        outcomes.refused(op, run, attempt, NoCapacity("it was written down and never sent"))
+        return None
+    if intent.result == "refused":
+        outcomes.end_refused(op, run, attempt, intent.reason or "refused", intent.details.get("code"))
+        return None
+    if machine is not None and machine.instance_id is not None:
+        return machine
+    if intent.result == "done" and intent.instance_id is not None:
+        return outcomes.record_created(op, run, attempt, intent.instance_id)
+    found = find(op, run.provider, attempt.intent)
+    if found:
+        return settle_on_one(op, run, attempt, found)
+    raise unknown(op, run, attempt, Unreachable(host=run.provider, reason="no list shows it so far"))
 
 
 def unknown(op: Operator, run: Run, attempt: Attempt, problem: GpuError) -> ProviderSilent:
