@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from gpu_skills.jobs.records import START_REFUSED, JobFolder
 from gpu_skills.jobs.submit import send
 from gpu_skills.lifecycle import intents, machines, runs, states
 from gpu_skills.lifecycle.ending import stops, witness
-from gpu_skills.lifecycle.recovery import reconcile
+from gpu_skills.lifecycle.recovery import overview, reconcile
 from gpu_skills.lifecycle.renting import provision
+from gpu_skills.state import budget
 from remote.runner_client import eventually
 from rented import rent
 from renting import approved, guarded, play_machines
@@ -237,3 +240,50 @@ def test_a_launch_whose_run_is_lost_names_the_machine_that_it_made(rig):
         parting.end_machines(r.op, begun, why="cancelled")
     assert caught.value.next_step == f"gpu machine destroy {machine.id}"
     assert launch.find(r.project, begun.plan).ended_at is None
+
+
+def with_all_records_lost(r: Any, *, run_too: bool) -> tuple[Any, ByHand]:
+    """A machine was rented, ended itself, and what the project knew of it is gone; the account's journal is not."""
+    hand = ByHand(r).upto("close")
+    instance_id = hand.ready().instance_id
+    r.clock.sleep(1800)
+    r.writer.destroy(instance_id)
+    for path in r.project.state.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if run_too:
+        (runs.folder(r.op) / f"{hand.approval}.json").unlink()
+    return r.another(r.project.root, project_id=r.project.project_id), hand
+
+
+def reserved_usd(r: Any) -> Any:
+    return budget.books(r.project, r.op.ledger, r.clock, r.op.environ).reserved_usd
+
+
+@both
+@pytest.mark.parametrize("run_too", [True, False], ids=["run lost", "run there"])
+def test_money_reserved_for_a_machine_that_is_gone_with_all_its_records_comes_free(rig, vendor, run_too):
+    r, hand = with_all_records_lost(rig(vendor, containers=False), run_too=run_too)
+    first = reconcile.run(r.op, [vendor])
+    (found,) = first.findings
+    assert found.what == "reservation_open" and found.machine_id == hand.machine_id and not first.is_clear
+    assert found.next_step == f"gpu reconcile --provider {vendor}" and reserved_usd(r) == 5
+    told = {seen.what: seen for seen in overview.view(r.op, vendor) if seen.verdict == "problem"}
+    assert told[hand.machine_id].next_step == found.next_step, "doctor says what reconcile says"
+    r.clock.sleep(30)
+    assert not reconcile.run(r.op, [vendor]).is_clear, "half a minute proves nothing"
+    r.clock.sleep(1800)
+    last = reconcile.run(r.op, [vendor])
+    assert [f.what for f in last.findings] == ["settled"] and last.is_clear and reserved_usd(r) == 0
+    assert abs(r.op.ledger.spend(include_charges=True).total_usd - r.billed_usd()) < Decimal("0.00001")
+    again = reconcile.run(r.op, [vendor])
+    assert again.is_clear and not again.findings and not again.booked
+
+
+def test_where_charges_cannot_be_read_a_machine_without_records_has_cost_all_that_was_reserved(rig):
+    r, _ = with_all_records_lost(rig("vast", containers=False), run_too=True)
+    r.fault("403", "charges", times=0)
+    for wait_s in (0, 30, 1800):
+        r.clock.sleep(wait_s)
+        last = reconcile.run(r.op, ["vast"])
+    assert last.is_clear and reserved_usd(r) == 0
+    assert r.op.ledger.spend(include_charges=True).total_usd == 5

@@ -15,7 +15,7 @@ from gpu_skills.lifecycle import intents, labels, machines, runs, states
 from gpu_skills.lifecycle.guard import keyproof, receipts
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
-from gpu_skills.lifecycle.recovery import adoption
+from gpu_skills.lifecycle.recovery import adoption, returned, vanished
 from gpu_skills.lifecycle.recovery.findings import Listing
 from gpu_skills.lifecycle.renting import specs
 from gpu_skills.providers.base import Machine as Instance
@@ -81,6 +81,7 @@ def view(op: Operator, provider: str) -> list[Seen]:
         if machine.instance_id is not None and not any(s.instance_id == machine.instance_id for s in shown)
     ]
     found += _open_intents(op, provider)
+    found += _unsettled(op, provider, shown)
     return found + _guards(op, provider)
 
 
@@ -163,6 +164,27 @@ def _open_intents(op: Operator, provider: str) -> list[Seen]:
         for intent in intents.read(op.project).values()
         if intent.is_open and intent.provider == provider
     ]
+
+
+def _unsettled(op: Operator, provider: str, shown: Sequence[Instance]) -> list[Seen]:
+    """What was reserved and nobody settles, and what of a machine's past is on no record."""
+    step = f"gpu reconcile --provider {provider}"
+    found = [Seen("runs", "problem", problem.message, problem.next_step) for problem in runs.damaged(op)]
+    found += [
+        Seen(run.approval_id, "problem", f"used in {run.owner.rpartition(':')[0]}, which is gone", f"{step} --adopt")
+        for run in adoption.orphaned(op)
+        if run.provider == provider
+    ]
+    found += [
+        Seen(reserved.machine_ids[-1], "problem", vanished.text_of(name, reserved, provider), step)
+        for name, reserved in vanished.named(op, provider, shown)
+    ]
+    found += [
+        Seen(machine.id, "problem", "which jobs it has is not on record", f"{step} --adopt")
+        for machine in _alive(op, provider)
+        if machine.has_unknown_past and returned.is_doubtful(op, machine)
+    ]
+    return found
 
 
 def _guards(op: Operator, provider: str) -> list[Seen]:

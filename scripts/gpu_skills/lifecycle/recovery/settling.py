@@ -7,7 +7,7 @@ from gpu_skills.lifecycle import runs, states
 from gpu_skills.lifecycle.books import accounting, charged
 from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.machines import Machine
-from gpu_skills.lifecycle.recovery import leftovers
+from gpu_skills.lifecycle.recovery import leftovers, vanished
 from gpu_skills.lifecycle.recovery.findings import Pass
 from gpu_skills.state import budget
 
@@ -63,3 +63,4 @@ def settle_runs(here: Pass) -> None:
             continue
     for name in leftovers.free_unbound(here.op, here.provider):
         here.say("settled", f"what was reserved for {name} came to nothing: it is free again")
+    vanished.settle(here)
