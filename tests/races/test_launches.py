@@ -45,6 +45,13 @@ def launched(given: list[Any]) -> Any:
     return launch
 
 
+def left_of(r: Any) -> int:
+    """GPUs of the classes asked for that nobody has."""
+    return sum(
+        h.free_gpus for h in r.sandbox.world.catalogue.hosts if h.vendor == r.vendor and h.gpu.name in GPUS[r.vendor]
+    )
+
+
 def command_of(r: Any, instance: Any) -> str:
     """What a machine was told in its create to run at each start."""
     return str(instance.extra["onstart"] if r.vendor == "vast" else instance.extra["pod"].args)
@@ -61,7 +68,7 @@ def test_twenty_launches_share_no_offer_and_each_machine_is_born_with_its_own_fu
     records = {m.id: m for m in machines.all_machines(r.project)}
     alive = {str(i.id): i for i in instances(r) if not i.is_destroyed}
     assert {records[id].instance_id for id in won} == set(alive)
-    assert vendor == "runpod" or len(won) == LAUNCHES
+    assert len(won) == LAUNCHES or left_of(r) == 0, "somebody was turned away although there was stock"
     attempts = [a for run in runs.own_runs(r.op) for a in run.attempts if a.result == "done"]
     assert vendor == "runpod" or len({a.offer_id for a in attempts}) == len(attempts), "one offer was taken twice"
     for id in won:
@@ -70,7 +77,7 @@ def test_twenty_launches_share_no_offer_and_each_machine_is_born_with_its_own_fu
         deadline = int(parse_timestamp(machine.deadline_at).timestamp())
         assert machine.intent in command and str(deadline) in command
         assert labels.parse(alive[machine.instance_id].label).deadline_at == parse_timestamp(machine.deadline_at)
-        assert machine.extra["fuse"]["intent"] == machine.intent and machine.status == "ready"
+        assert machine.status == "ready"
     creates = [i for i in intents.read(r.project).values() if i.action == "create"]
     assert len(creates) == r.creates and not [i for i in creates if i.is_open]
 
@@ -92,6 +99,7 @@ def test_twenty_launches_of_two_projects_pass_no_ceiling(
         one, LAUNCHES, launched(given_to(rigs, LAUNCHES, worst_case_usd=Decimal(1), deadline_s=2400.0)), among=rigs
     )
     codes = [outcome.code for outcome in outcomes]
+    assert codes.count(None) + codes.count("no_capacity") == most and (codes.count(None) or not most)
     assert codes.count("over_ceiling") == LAUNCHES - most and set(codes) <= {None, "over_ceiling", "no_capacity"}
     assert len([i for i in instances(one) if not i.is_destroyed]) == codes.count(None) <= most
     books = budget.books(one.project, one.op.ledger, one.clock, one.op.environ)
