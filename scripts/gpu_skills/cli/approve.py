@@ -82,7 +82,8 @@ def agree(context: Context, ask: Ask, *, yes: bool) -> Approval:
             say(ask.text)
         return standing
     if yes:
-        say(ask.text)
+        if context.operator.policy().approval_level != "signature":  # there the refusal shows what it is about
+            say(ask.text)
         return approvals.give(context.operator, ask, statement="--yes", source="--yes")
     if type(standing) is not ApprovalNeeded and not context.is_interactive:
         raise standing

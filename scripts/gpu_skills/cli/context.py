@@ -250,7 +250,7 @@ class Context:
             jobs_there=lambda link, *, write: readback.jobs_there(
                 self.project, self.ledger, self.clock, link, write=write, notify=self.notifier.send
             ),
-            say=(lambda line: say(in_sandbox(line))) if self.sandbox else say,
+            say=self.say,
             notify=self.notifier.send,
             account_home=self._account_home,
         )
@@ -363,6 +363,10 @@ class Context:
             # The id of a machine of one's own is made of its name: a new set-up brings the same one back.
             raise StateError(file="machines.json", at="", problem=f"no machine {machine_id}", next_step="gpu setup")
         return self.connect(machine)
+
+    def say(self, line: str) -> None:
+        """As `say`, with the commands in it leading where this one works."""
+        say(in_sandbox(line) if self.sandbox else line)
 
     def close(self) -> None:
         while self._open:

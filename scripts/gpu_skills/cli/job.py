@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,9 @@ def run(
         return _run_plan(context, plan, frozen, detach=detach, **flags)
     for name in ("hold_for", "max_lease", "job_timeout", "resume_from"):
         if flags[name] is not None:
-            raise UsageError(f"--{name.replace('_', '-')} needs --plan", next_step="gpu plan --freeze")
+            flag = f"--{name.replace('_', '-')}"
+            step = f"gpu plan --freeze {flag} {flags[name]}" + (f" -- {shlex.join(cmd)}" if cmd else "")
+            raise UsageError(f"{flag} needs --plan", next_step=step)
     if len(cmd) == 1:
         _require_no_plan(context, cmd[0])
     if copies > 1 and not detach:
@@ -164,9 +167,9 @@ def run(
             offer_home(context, link, submitted.job)
         if detach:
             document = job_document(context, submitted.job, submitted.status)
-            emit(Output(document, submitted.job), as_json=context.json)
+            emit(Output(document, submitted.job), as_json=context.json, sandbox=context.sandbox)
     if detach:
-        say(f"next: gpu job logs -f {submitted.job}")
+        context.say(f"next: gpu job logs -f {submitted.job}")
         return None
     return _attached(context, link, submitted.job, no_pull=no_pull)
 
@@ -197,11 +200,25 @@ def _run_plan(context: Context, plan: str, frozen: dict[str, Any], **flags: Any)
 
     frozen |= {f"--{name.removesuffix('_command').replace('_', '-')}": flags.pop(name) for name in _FROZEN}
     if given := [name for name, value in frozen.items() if value]:
+        cmd = frozen["a command"]
         raise UsageError(
             f"with --plan everything is as it was frozen, so {', '.join(given)} cannot be given",
-            next_step="gpu plan --freeze",
+            next_step=_plan_again(context, plan, cmd),
         )
     return run_plan(context, plan, **flags)
+
+
+def _plan_again(context: Context, plan: str, cmd: tuple[str, ...]) -> str:
+    """The command that plans what was given, or what was frozen."""
+    from gpu_skills.errors import GpuError
+    from gpu_skills.jobs import agreed, staging
+
+    if cmd:
+        return f"gpu plan --freeze -- {shlex.join(cmd)}"
+    try:
+        return staging.plan_again(agreed.open_plan(context.project, plan)[1])
+    except GpuError:
+        return "gpu plan --freeze -- CMD"
 
 
 @command("ls", reads_only=True, example="gpu job ls --limit 20")
@@ -325,7 +342,7 @@ def logs(context: Context, job_id: str | None, follow: bool, tail: int | None, o
     try:
         final = stream(context, link, line["id"], start)
     except KeyboardInterrupt:  # a program had its documents already, each with the `next` to go on from
-        _stopped_watching(line["id"])
+        _stopped_watching(context, line["id"])
         raise click.exceptions.Exit(EXIT_CANCELLED) from None
     settle(context, link)
     return Output(
@@ -417,7 +434,7 @@ def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Out
     try:
         final = stream(context, link, job_id, 0, to_stderr=context.json)
     except KeyboardInterrupt:
-        _stopped_watching(job_id)
+        _stopped_watching(context, job_id)
         return Output(job_document(context, job_id), "", exit_code=EXIT_CANCELLED)
     answer = final.status
     pulled, problem = None, None
@@ -440,8 +457,8 @@ def _attached(context: Context, link: Any, job_id: str, *, no_pull: bool) -> Out
     return Output(document, "", exit_code=observe.exit_code_of(answer))
 
 
-def _stopped_watching(job_id: str) -> None:
-    say(f"gpu: stopped watching, {job_id} goes on; next: gpu job logs -f {job_id}, or gpu job cancel {job_id}")
+def _stopped_watching(context: Context, job_id: str) -> None:
+    context.say(f"gpu: stopped watching, {job_id} goes on; next: gpu job logs -f {job_id}, or gpu job cancel {job_id}")
 
 
 def _kept_log(context: Context, folder: Any, line: dict[str, Any], tail: int | None, offset: int | None) -> Output:

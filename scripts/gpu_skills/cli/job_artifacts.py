@@ -101,7 +101,7 @@ def push_home(context: Context, link: Any, job: str) -> dict[str, Any] | None:
             expiry.withdraw(context.project, link, job)
     except GpuError as exc:
         say(f"gpu: not pushed to {uri}: {exc.message} [{exc.code}]")
-        say(f"next: gpu job artifacts {job} --to {uri}")
+        context.say(f"next: gpu job artifacts {job} --to {uri}")
         return {"uri": uri, "error": exc.to_dict() | {"details": {}}}
     say(f"{counted(done['files'], 'output')} in {done['uri']}, {format_bytes(done['bytes'])} sent")
     return done

@@ -165,14 +165,15 @@ def _agreed(context: Context, full: str, found: Plan, *, yes: bool) -> Any:
 
 
 def _require_same_checkpoint(found: Plan, resume_from: str | None) -> None:
+    from gpu_skills.jobs import staging
+
     if resume_from is None:
         return
     frozen = (found.resume_from or {}).get("job")
     if frozen != resume_from:
         says = f"resumes from {frozen}" if frozen else "starts from the beginning"
-        raise UsageError(
-            f"--resume-from {resume_from}: this plan {says}", next_step=f"gpu plan --freeze --resume-from {resume_from}"
-        )
+        step = staging.plan_again(found, "--resume-from", resume_from)
+        raise UsageError(f"--resume-from {resume_from}: this plan {says}", next_step=step)
 
 
 # launch ---------------------------------------------------------------------------------------------------------------

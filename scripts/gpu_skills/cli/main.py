@@ -89,7 +89,7 @@ def run(args: list[str], obj: object | None = None) -> int:
         return 0
     except click.UsageError as exc:
         # The arguments themselves are not repeated: one of them may be `--env NAME=SECRET`.
-        error = UsageError(_complaint(exc), next_step=f"{exc.ctx.command_path if exc.ctx else 'gpu'} --help")
+        error = UsageError(_complaint(exc), next_step=f"{exc.ctx.command_path if exc.ctx else _path(args)} --help")
     except click.ClickException as exc:
         error = UsageError(exc.format_message())
     except (click.Abort, KeyboardInterrupt):
@@ -126,6 +126,18 @@ def _complaint(exc: click.UsageError) -> str:
     if message.startswith("Got unexpected extra argument"):
         return "there are more arguments than this command takes"
     return message
+
+
+def _path(args: list[str]) -> str:
+    """The words that name the command, as the parser of options does not tell them."""
+    names, found = ["gpu"], gpu
+    for arg in args:
+        if not isinstance(found, LazyGroup):
+            break
+        if arg in found.lazy:
+            names.append(arg)
+            found = found.get_command(click.Context(found), arg)
+    return " ".join(names)
 
 
 def _named(args: list[str]) -> click.Command | None:

@@ -126,6 +126,7 @@ def _job(context: Context, flags: dict[str, Any], cmd: tuple[str, ...]) -> Plan:
     directory = flags["directory"]
     spec = load_spec(
         context.project.root if directory is None else context.cwd / directory,
+        used_by="gpu plan",
         command=cmd,
         setup=flags["setup_command"],
         label=flags["label"],

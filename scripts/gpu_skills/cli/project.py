@@ -9,7 +9,8 @@ import click
 from gpu_skills.cli.base import command
 from gpu_skills.cli.context import Context
 from gpu_skills.cli.durations import DURATION
-from gpu_skills.cli.output import Output
+from gpu_skills.cli.output import Output, say
+from gpu_skills.clock import timestamp
 from gpu_skills.units import format_usd, json_number, usd
 
 ABANDON = click.option(
@@ -137,6 +138,7 @@ def destroy(context: Context, abandon_outputs: tuple[str, ...], wait: float | No
     from gpu_skills.cli.machine import by_name, ended, looks
     from gpu_skills.jobs import release
     from gpu_skills.lifecycle import machines, states
+    from gpu_skills.lifecycle.renting import keeping
 
     released: list[str] = []
     left = []
@@ -147,6 +149,8 @@ def destroy(context: Context, abandon_outputs: tuple[str, ...], wait: float | No
             release.give_back(context.project, context.ledger, context.clock, context.connect, machine, abandon_outputs)
             released.append(machine.id)
         elif machine.machine_class == "project":
+            if (until := keeping.held_until(machine, context.clock.now())) is not None:
+                say(f"{machine.id} is held until {timestamp(until)}: it is destroyed all the same")
             status = release.destroy(
                 context.operator,
                 machine,

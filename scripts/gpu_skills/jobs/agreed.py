@@ -28,10 +28,12 @@ def open_plan(project: Project, name: str) -> tuple[str, Plan]:
     """(full name, plan) of a frozen plan for one job of this project."""
     full, found = plan.load(project, name)
     if full.startswith("draft-"):
-        raise UsageError(f"{full} is a draft: it can be measured again, not run", next_step="gpu plan --freeze")
+        raise UsageError(f"{full} is a draft: it can be measured again, not run", next_step=f"gpu plan --freeze {full}")
     shown = full[:SHOWN_CHARS]
     if found.machine_class != "job" or not found.job or not found.inputs:
-        raise UsageError(f"plan {shown} is not for a job with a machine of its own", next_step="gpu plan --freeze")
+        raise UsageError(
+            f"plan {shown} is not for a job with a machine of its own", next_step="gpu plan --freeze -- CMD"
+        )
     if found.project_id != project.project_id:
         raise ApprovalInvalid(
             reason=f"plan {shown} is of project {found.project_id}, this is {project.project_id}", plan=shown
@@ -46,16 +48,16 @@ def limits(
     hold_s = DEFAULT_HOLD_S if found.hold_for_s is None else found.hold_for_s
     timeout_s = found.job_timeout_s or None
     if hold_for is not None:
-        hold_s = _shortened("--hold-for", hold_for, hold_s, may_be_zero=True)
+        hold_s = _shortened(found, "--hold-for", hold_for, hold_s, may_be_zero=True)
     if job_timeout is not None:
-        timeout_s = _shortened("--job-timeout", job_timeout, timeout_s)
+        timeout_s = _shortened(found, "--job-timeout", job_timeout, timeout_s)
     lease_s = found.deadline_s
     if max_lease is not None:
-        lease_s = _shortened("--max-lease", max_lease, lease_s)
+        lease_s = _shortened(found, "--max-lease", max_lease, lease_s)
     return Limits(hold_s, lease_s, timeout_s)
 
 
-def _shortened(flag: str, given: str, frozen_s: float | None, *, may_be_zero: bool = False) -> float:
+def _shortened(found: Plan, flag: str, given: str, frozen_s: float | None, *, may_be_zero: bool = False) -> float:
     try:
         wanted_s = parse_duration(given)
     except ValueError as exc:
@@ -65,7 +67,7 @@ def _shortened(flag: str, given: str, frozen_s: float | None, *, may_be_zero: bo
     if frozen_s is not None and wanted_s > frozen_s:
         raise UsageError(
             f"{flag} {given} is longer than the plan's {format_duration(frozen_s)}; a flag can only shorten it",
-            next_step=f"gpu plan --freeze {flag} {given}",
+            next_step=staging.plan_again(found, flag, given),
         )
     return wanted_s
 
@@ -102,7 +104,7 @@ def secret_values(
     if unknown := sorted(set(given) - set(found.secrets) - set(named)):
         raise UsageError(
             f"--env {', '.join(unknown)}: the plan names no such secret, and nobody agreed that it reaches the machine",
-            next_step=f"gpu plan --freeze --env {unknown[0]}",
+            next_step=staging.plan_again(found, "--env", unknown[0]),
         )
     values = {}
     for name in named:

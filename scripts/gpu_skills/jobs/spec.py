@@ -114,11 +114,13 @@ def load_spec(
     max_lifetime_s: float | None = None,
     environ: Mapping[str, str] | None = None,
     dotenv_root: Path | None = None,
+    used_by: str = "gpu job run",
 ) -> JobSpec:
     """The job of a directory. Flags override the file; `exclude` and `env` add to it.
 
     command: what came after `--`. env: `NAME=VALUE`, or `NAME` for the value it has in `environ` or in the `.env` of
-    `dotenv_root`. max_lifetime_s bounds the timeout. UsageError for the flags, ConfigError for the file.
+    `dotenv_root`. max_lifetime_s bounds the timeout. used_by: the command to try again.
+    UsageError for the flags, ConfigError for the file.
     """
     environ = os.environ if environ is None else environ
     directory = _directory(directory)
@@ -129,7 +131,7 @@ def load_spec(
     if not run:
         raise UsageError(
             f"no command: {FILE} in {directory.name or directory} has no run and nothing follows --",
-            next_step="gpu job run -- CMD",
+            next_step=f"{used_by} -- CMD",
         )
     lines = {"run": run, "setup": written.get("setup") if setup is None else setup or None}
     for name, line in lines.items():

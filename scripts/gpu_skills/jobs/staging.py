@@ -7,6 +7,7 @@ nobody approved it. The checkpoint a plan resumes from is staged among the input
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def stage(
     """
     job, inputs = plan.job, plan.inputs
     if not job or not inputs:
-        raise PlanRefused(summary="this plan has no job", reasons=[], next_step="gpu plan --freeze")
+        raise PlanRefused(summary="this plan has no job", reasons=[], next_step="gpu plan --freeze -- CMD")
     directory = directory_of(project, job)
     packed = pack.pack(
         directory,
@@ -65,10 +66,24 @@ def stage(
         cache_path=pack.cache_path(project.state, directory),
         progress=progress,
     )
-    staged = as_planned(packed, inputs)
+    try:
+        staged = as_planned(packed, inputs)
+    except InputsChanged as exc:
+        exc.next_step = f"bring them back, or plan what is there now: {plan_again(plan)}"
+        raise
     if plan.resume_from:
         return with_checkpoint(staged, checkpoints.of_plan(project, plan.resume_from))
     return staged
+
+
+def plan_again(plan: Plan, *flags: str) -> str:
+    """The command that freezes another plan for the same job, with these flags."""
+    run = str((plan.job or {}).get("run") or "")
+    try:
+        is_words = shlex.join(shlex.split(run)) == run
+    except ValueError:
+        is_words = False
+    return " ".join(["gpu plan --freeze", *flags, "--", run if is_words else shlex.quote(run)])
 
 
 def directory_of(project: Project, job: Mapping[str, Any]) -> Path:

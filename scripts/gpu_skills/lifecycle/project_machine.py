@@ -10,7 +10,7 @@ from decimal import Decimal
 
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.config import GpuConfig
-from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending, UsageError
+from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending, PlanRefused, UsageError
 from gpu_skills.lifecycle import machines, runs, states
 from gpu_skills.lifecycle.approval import actions, approval_record, approvals
 from gpu_skills.lifecycle.approval.approvals import Approval, Ask, ask_of_plan
@@ -86,7 +86,22 @@ def _rent(op: Operator, config: GpuConfig, agree: Agree) -> Link:
 
 
 def _fresh_plan(op: Operator, config: GpuConfig) -> tuple[str, Plan]:
-    return plan.load(op.project, plan.freeze(op.project, planning.plan_project(op, config)))
+    try:
+        made = planning.plan_project(op, config)
+    except PlanRefused as exc:
+        exc.next_step = _set_up_again(exc.next_step)
+        for reason in exc.details["reasons"]:
+            if "next_step" in reason:
+                reason["next_step"] = _set_up_again(reason["next_step"])
+        raise
+    return plan.load(op.project, plan.freeze(op.project, made))
+
+
+def _set_up_again(step: str) -> str:
+    """What is planned here comes from gpu.yaml alone: there are no flags, and another plan would not be used."""
+    if step == PlanRefused.next_step:
+        return "change gpu.yaml, then run gpu setup again"
+    return step.replace("--max-lease or ", "").replace("gpu plan again", "gpu setup again")
 
 
 def _approved_plan(op: Operator, config: GpuConfig) -> tuple[str, Plan] | None:

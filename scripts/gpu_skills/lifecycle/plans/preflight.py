@@ -20,6 +20,7 @@ from gpu_skills.state.policy import Violation
 from gpu_skills.units import counted, format_duration, format_usd
 
 _AGAIN = ", then run gpu plan again"
+_OF_POLICY = ("over_ceiling", "provider_not_allowed")
 # Requirement of an offer → what to say when nothing satisfies it.
 _CODES = {
     "min_vram_gb": "vram_too_small",
@@ -144,7 +145,7 @@ def ceilings(violations: Iterable[Violation], *, longest_s: float | None = None)
         text, step = str(violation), "gpu policy show"
         if longest_s is not None and violation.ceiling not in ("machines", "rate_usd_hr"):
             text += f"; a deadline of {format_duration(longest_s)} would fit"
-            step = "shorten --max-lease or lifecycle.max_lifetime" + _AGAIN
+            step = f"gpu policy show; shorten --max-lease or lifecycle.max_lifetime{_AGAIN}"
         reasons.append(Reason("over_ceiling", text, step))
     return reasons
 
@@ -154,6 +155,8 @@ def refuse(reasons: Sequence[Reason], looks: Sequence[Look] = ()) -> NoReturn:
     texts = [reason.message for reason in reasons]
     summary = texts[0] if len(texts) == 1 else f"{counted(len(texts), 'reason')}: " + "; ".join(texts)
     step = reasons[0].next_step if len(reasons) == 1 else None
+    if all(reason.code in _OF_POLICY for reason in reasons):
+        step = step or "gpu policy show"
     raise PlanRefused(
         summary=summary,
         next_step=step,
