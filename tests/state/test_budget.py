@@ -362,6 +362,9 @@ def test_a_torn_line_of_a_write_that_was_cut_does_not_block_what_follows(project
     assert now(project, clock).spent.incomplete
 
 
+ODD = ("project_id", "job_id", "resumes", "session", "account", "provider", "machine_id")
+
+
 @pytest.mark.parametrize(
     "event",
     [
@@ -371,6 +374,9 @@ def test_a_torn_line_of_a_write_that_was_cut_does_not_block_what_follows(project
         {"kind": "reservation", "reserved_usd": 5},
         {"kind": "settlement", "intent": ["i1"], "settled_usd": 5},
         {"kind": "settlement", "intent": "i1", "settled_usd": True},
+        *({"kind": "reservation", "intent": "i1", "reserved_usd": 1, key: ["x"]} for key in ODD),
+        {"kind": "reservation", "intent": "i1", "reserved_usd": 1, "ts": 5},
+        {"kind": "reservation", "intent": "i1", "reserved_usd": 1, "ts": "yesterday"},
     ],
 )
 def test_a_reservation_that_cannot_be_added_up_refuses_money_instead_of_counting_as_nothing(project, clock, event):

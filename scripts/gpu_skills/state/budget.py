@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_skills import userdirs
-from gpu_skills.clock import Clock, parse_timestamp, timestamp
+from gpu_skills.clock import Clock, parse_timestamp, time_of, timestamp
 from gpu_skills.errors import StateError, UsageError
 from gpu_skills.state import files, journal, registry
 from gpu_skills.state.journal import Reservation
@@ -521,6 +521,11 @@ def _check(event: dict[str, Any], path: Path, number: int) -> None:
     name = f"{path.parent.name}/{path.name}"
     if not isinstance(event.get("intent"), str):
         raise StateError(file=name, at=f":{number} /intent", problem="found no text, allowed is the name of an intent")
+    for key in ("project_id", "job_id", "resumes", "session", "account", "provider", "machine_id"):
+        if not isinstance(event.get(key), str | None):
+            raise StateError(file=name, at=f":{number} /{key}", problem="found no text, allowed are a text and null")
+    if time_of(event.get("ts")) is None:
+        raise StateError(file=name, at=f":{number} /ts", problem="found no time, allowed is a time with its zone")
     key = "reserved_usd" if event["kind"] == "reservation" else "settled_usd"
     value = event.get(key)
     if value is None and key == "settled_usd":
