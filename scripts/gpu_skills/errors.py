@@ -448,6 +448,12 @@ class JobRunning(Refused):
     next_step = "gpu job cancel {job}"
 
 
+class DeploymentNotReady(Refused):
+    code = "deployment_not_ready"
+    template = "deployment {deployment} is {status}; only a ready one is given requests"
+    next_step = "gpu deployment show {deployment}"
+
+
 class AlreadyEnded(Refused):
     code = "already_ended"
     template = "{job} has already ended ({state}); a job ends once"

@@ -59,7 +59,7 @@ def settle(
     write: False in Audit, where only the answers are wanted. notify: of an operator; it is told of ends on machines
     that are rented.
     """
-    lines = open_jobs(ledger, link.machine.id)
+    lines = [line for line in open_jobs(ledger, link.machine.id) if not JobFolder(project, line["id"]).is_request]
     if not lines:
         return {}
     told = _ask(project, link, [line["id"] for line in lines])

@@ -84,6 +84,11 @@ class JobFolder:
         """Whether a machine may have it: what is to be started was written down."""
         return (self.path / "job.json").exists()
 
+    @property
+    def is_request(self) -> bool:
+        """Whether a deployment was asked: the machine's runner knows nothing of it."""
+        return (self.path / "request.json").exists()
+
     def submission(self) -> dict[str, Any]:
         record = self.read("job")
         if record is None:
