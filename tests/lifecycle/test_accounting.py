@@ -14,7 +14,7 @@ from gpu_skills.clock import timestamp
 from gpu_skills.errors import UnexpectedReply
 from gpu_skills.lifecycle import intents, machines, runs
 from gpu_skills.lifecycle.books import accounting, charged, lives
-from gpu_skills.lifecycle.ending import witness
+from gpu_skills.lifecycle.ending import release, witness
 from gpu_skills.lifecycle.recovery import reconcile
 from gpu_skills.providers.base import Charge
 from gpu_skills.state import budget, journal
@@ -143,6 +143,27 @@ def test_a_lost_machine_is_closed_at_its_last_sight_and_marked_estimated(rig, ve
     accounting.close(r.op, hand.machine)
     last = lines(r)[-1]
     assert last["completed_at"] == seen and last["estimated"] is True and "last sight" in last["note"]
+
+
+@pytest.mark.parametrize("reason", ["max_lease", "ceiling", "session_budget", "max_lifetime", "made up"])
+def test_jobs_whose_machine_met_its_planned_end_ended_in_time_for_its_reason(rig, vendor, reason):
+    from gpu_skills.jobs import gone
+
+    r = rig(vendor, containers=False)
+
+    def end_jobs(machine, why, at=None):
+        return gone.end_jobs(r.project, r.op.ledger, r.clock, machine, why, at=at)
+
+    r.op = replace(r.op, settle_jobs=end_jobs)
+    hand = ByHand(r).upto("close")
+    running = job(r, hand.ready(), 0, end=False)
+    r.clock.sleep(1800)
+    changed(r, hand, session={"id": "s_1", "deadline_reason": reason})
+    changed(r, hand, deadline_at=timestamp(r.clock.now() + timedelta(seconds=170)))
+    release.note_gone(r.op, hand.machine)
+    line = r.op.ledger.latest(running)
+    assert line["status"] == "timeout"
+    assert line["reason"] == ("deadline_passed" if reason == "made up" else reason)
 
 
 def test_jobs_that_were_running_end_when_the_machine_went(rig, vendor):

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from gpu_skills.clock import parse_timestamp
 from gpu_skills.errors import (
     ApprovalInvalid,
     ApprovalNeeded,
@@ -272,6 +273,18 @@ def test_one_that_vanished_after_its_deadline_met_the_end_that_was_planned(rig):
         status = release.confirm(r.op, machine)
         r.sandbox.advance(40)
     assert status == "destroyed"
+
+
+def test_one_whose_session_ended_it_before_the_fuse_met_the_end_that_was_planned(rig):
+    r = rig("runpod")
+    machine = rent(r, hours=1)
+    left_s = (parse_timestamp(machine.deadline_at) - r.clock.now()).total_seconds()
+    r.sandbox.advance(left_s - 170)
+    r.sandbox.world.destroy(next(iter(r.sandbox.world.instances.values())))
+    for _ in range(3):
+        status = release.confirm(r.op, machine)
+        r.sandbox.advance(31)
+    assert r.clock.now() < parse_timestamp(machine.deadline_at) and status == "destroyed"
 
 
 def test_a_machine_that_only_lagged_is_what_it_was_again(rig):

@@ -11,19 +11,10 @@ from gpu_skills.economics.sharing import shared_seconds
 from gpu_skills.jobs import durable
 from gpu_skills.jobs.observe import Notify, tell_end
 from gpu_skills.jobs.records import START_REFUSED, JobFolder, is_collected
-from gpu_skills.lifecycle import machines
+from gpu_skills.lifecycle import machines, states
 from gpu_skills.state.ledger import Ledger
 from gpu_skills.state.project import Project
 from gpu_skills.units import json_number, usd
-
-# Why a machine went, and what that makes of the jobs that ran on it.
-_STATES = {
-    "deadline_passed": "timeout",
-    "session_budget": "timeout",
-    "max_lifetime": "timeout",
-    "max_lease": "timeout",
-    "cancelled": "cancelled",
-}
 
 # Why a job ended that its machine, asked for it, did not have.
 _NEVER_THERE = (START_REFUSED, "never_started")
@@ -99,7 +90,7 @@ def end_jobs(
         others += [span for job in ledger.jobs_on(machine_id) if job not in spans and (span := _ended(project, job))]
         rate = machine.rate_usd_hr if machine is not None else Decimal(0)
         seconds = Decimal(str(shared_seconds(start, max(start, end), others))) if duration_s else Decimal(0)
-        state = _STATES.get(why, "lost")
+        state = states.ENDS_OF_JOBS.get(why, "lost")
         is_ours = ledger.finish(
             {
                 "id": line["id"],

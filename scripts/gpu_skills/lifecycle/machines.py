@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 VRAM_TOLERANCE = 0.9
 # In the session on record: when it ends by our own clock. What else stands there is the machine's word.
 TOLD_UNTIL = "told_until"
+# Where the record of a machine that is gone keeps why its session had the deadline it had.
+DEADLINE_REASON = "deadline_reason"
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,12 @@ FINAL = ("destroyed", "lost")
 # What a provider shows → the state of one that nobody knows more about.
 AS_SHOWN = {"running": "ready", **{word: word for word in ("booting", "stopping", "stopped", "terminating")}}
 
+# Why a machine went → what that makes of the jobs that ran on it; what is not here lost them.
+ENDS_OF_JOBS = {
+    **dict.fromkeys(("deadline_passed", "session_budget", "max_lifetime", "max_lease", "ceiling"), "timeout"),
+    "cancelled": "cancelled",
+}
+
 
 def may_follow(before: str, after: str) -> bool:
     return before == after or after in FOLLOWS[before]

@@ -21,6 +21,7 @@ from gpu_skills.clock import parse_timestamp, time_of, timestamp
 from gpu_skills.lifecycle import intents, machines, runs, states
 from gpu_skills.lifecycle.books import lives
 from gpu_skills.lifecycle.books.lives import Stretch
+from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -31,7 +32,6 @@ from gpu_skills.units import json_number, usd
 
 # Storage of a machine that goes on standing still is booked in slices of at least this.
 STORAGE_SLICE = timedelta(hours=1)
-_ENDS_OF_JOBS = ("deadline_passed", "session_budget", "max_lifetime", "cancelled")
 
 
 # booking --------------------------------------------------------------------------------------------------------------
@@ -181,12 +181,12 @@ def line_id(machine: Machine, *parts: object) -> str:
 def _why_gone(machine: Machine, ended: datetime, known: Iterable[Intent]) -> str:
     """What its open jobs end with: why it was sent away, or its deadline."""
     orders = [i.reason or i.details.get("why") for i in known if i.machine_id == machine.id and i.action == "destroy"]
-    if orders and orders[-1] in _ENDS_OF_JOBS:
+    if orders and orders[-1] in states.ENDS_OF_JOBS:
         return str(orders[-1])
     deadline = time_of(machine.deadline_at)
-    # The machine ends its jobs some minutes before its deadline, to have their outputs whole by then.
-    if deadline is not None and ended >= deadline - timedelta(minutes=5):
-        return str((machine.session or {}).get("deadline_reason") or "deadline_passed")
+    if deadline is not None and ended >= fuse.planned_end(deadline):
+        reason = (machine.session or {}).get("deadline_reason") or machine.extra.get(machines.DEADLINE_REASON)
+        return reason if isinstance(reason, str) and reason in states.ENDS_OF_JOBS else "deadline_passed"
     return "machine_lost" if machine.status == "lost" else "machine_destroyed"
 
 

@@ -18,6 +18,7 @@ from gpu_skills.clock import time_of, timestamp
 from gpu_skills.errors import AuthRejected, NotOwned, ProviderError, ProviderSilent, Refused
 from gpu_skills.lifecycle import intents, machines, runs, states, unrecorded
 from gpu_skills.lifecycle.ending import absence, asking, ownership, witness
+from gpu_skills.lifecycle.guard import fuse
 from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -188,7 +189,7 @@ def _absent(op: Operator, machine: Machine, intent: Intent | None) -> str:
             witness.set_status(op, machine, "unknown")
         return "absent"
     deadline = time_of(machine.deadline_at)
-    was_its_end = intent is not None or (deadline is not None and op.clock.now() >= deadline)
+    was_its_end = intent is not None or (deadline is not None and op.clock.now() >= fuse.planned_end(deadline))
     return note_gone(op, machine, "destroyed" if was_its_end else "lost")
 
 
@@ -200,7 +201,9 @@ def note_gone(op: Operator, machine: Machine, status: str = "destroyed") -> str:
         if found.status in states.FINAL:  # another command saw the same
             return found
         kept = tuple(c for c in found.conditions if c != "stop_failed")
-        return replace(found, status=status, destroyed_at=now, session=None, conditions=kept)
+        reason = (found.session or {}).get("deadline_reason")
+        extra = {**found.extra, machines.DEADLINE_REASON: reason} if reason else found.extra
+        return replace(found, status=status, destroyed_at=now, session=None, conditions=kept, extra=extra)
 
     machine = machines.update(op.project, machine.id, ended, clock=op.clock)
     finish_books(op, machine)

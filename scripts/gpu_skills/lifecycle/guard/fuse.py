@@ -31,6 +31,7 @@ KeyVerdict = Literal["proven", "denied", "unknown"]
 
 # Between the end of a session and the fuse: exit records and manifests are written, outputs are closed.
 DRAIN = timedelta(seconds=150)
+CLOCKS_DIFFER = timedelta(seconds=150)
 # How long a machine that was stopped waits for a new deadline after its start, whatever the old one says.
 START_GRACE = timedelta(minutes=10)
 ACKNOWLEDGE_S = 30.0
@@ -83,6 +84,11 @@ def receipt_on_record(record: dict[str, Any]) -> Receipt | None:
 def session_deadline(fuse_deadline: datetime) -> datetime:
     """When the runner's session ends, so that what a job left is complete before the fuse acts."""
     return fuse_deadline - DRAIN
+
+
+def planned_end(fuse_deadline: datetime) -> datetime:
+    """From when on an end is the one that was planned: a session acts by the machine's clock, which may be ahead."""
+    return session_deadline(fuse_deadline) - CLOCKS_DIFFER
 
 
 def runner_root(keeps: str) -> str:
