@@ -178,3 +178,16 @@ def test_a_project_id_on_disk_that_reads_like_a_label_is_told_with_what_to_do(tm
     with pytest.raises(StateError, match="intent and deadline") as caught:
         projects.load(tmp_path)
     assert caught.value.next_step == f"choose another project_id in {path}, then: gpu doctor"
+
+
+def test_a_sandbox_behind_a_link_is_refused_and_nothing_is_written_there(project):
+    real = project.state
+    before = sorted(real.rglob("*"))
+    (real.parent / "gpu-sandbox").symlink_to(real)
+    for use in (
+        lambda: projects.init(project.root, name="gpu-sandbox"),
+        lambda: projects.find(project.root, name="gpu-sandbox"),
+    ):
+        with pytest.raises(UsageError, match="symbolic link"):
+            use()
+    assert sorted(real.rglob("*")) == before

@@ -62,7 +62,7 @@ def find(start: Path, *, name: str = STATE_NAME) -> Project:
 
 def load(root: Path, *, name: str = STATE_NAME) -> Project:
     """Read `project.json` below a root that is known. Fields of newer minor versions are passed over."""
-    state = root / ".pi" / name
+    state = _state_directory(root, name)
     path = state / "project.json"
     content = files.read_json(path)
     if not isinstance(content, dict):
@@ -92,7 +92,7 @@ def init(root: Path, *, project_id: str | None = None, name: str = STATE_NAME) -
             next_step="gpu init --project-id ID",
         )
     root = in_main_worktree(root.absolute())
-    state = root / ".pi" / name
+    state = _state_directory(root, name)
     files.make_directory(state)
     files.make_directory(state / "jobs")
     with files.lock(state / "project.json"):
@@ -111,6 +111,14 @@ def init(root: Path, *, project_id: str | None = None, name: str = STATE_NAME) -
     _create(state / "policy.json", _default_policy())
     ignore(root)
     return project
+
+
+def _state_directory(root: Path, name: str) -> Path:
+    """Where the sandbox writes is never another place: behind a link might be the records of real money."""
+    state = root / ".pi" / name
+    if name == SANDBOX_NAME and state.is_symlink():
+        raise UsageError(f"{state} is a symbolic link, allowed is a directory", next_step=f"rm {state}")
+    return state
 
 
 def _migrated(project: Project) -> Project:
