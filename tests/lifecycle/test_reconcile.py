@@ -487,3 +487,14 @@ def test_two_reconciles_at_once_book_once(rig, vendor):
     kinds = sorted(line["kind"] for _o, _n, line in journal.scan(r.op.ledger.charges))
     assert kinds == ["idle", "setup"] and hand.machine.status == "destroyed"
     assert runs.load(r.op, hand.approval).is_settled
+
+
+@pytest.mark.parametrize("odd", [{"project_id": ["x"]}, {"account": 5}, {"ts": 5}])
+def test_a_line_of_reserved_money_that_means_nothing_is_a_finding_and_the_other_provider_is_gone_through(rig, odd):
+    r = rig("vast", containers=False)
+    ByHand(r).upto("close").ready()
+    line = {"kind": "reservation", "ts": "2026-12-01T00:00:00Z", "intent": "a_ff", "reserved_usd": 1}
+    journal.append(r.project.path("journal.jsonl"), [{**line, "project_id": r.project.project_id, **odd}])
+    report = reconcile.run(r.op, ["vast", "runpod"])
+    assert {account.provider for account in report.accounts} == {"vast", "runpod"} and not report.is_clear
+    assert "journal.jsonl:" in next(f.text for f in report.findings if f.what == "record_damaged")

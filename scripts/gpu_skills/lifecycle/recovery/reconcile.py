@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
 
-from gpu_skills.errors import AuthRejected, GpuError, UsageError
+from gpu_skills.errors import AuthRejected, GpuError, StateError, UsageError
 from gpu_skills.lifecycle import machines, runs, states
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.recovery import adoption, creates, settling, standing
@@ -45,7 +45,15 @@ def run(op: Operator, providers: Sequence[str], *, adopt: bool = False, project_
             findings.append(_unlisted(op, provider, listing))
             continue
         here = Pass(replace(op, reader=listing.instead_of(op)), provider, listing)
-        _go(here, adopt=adopt)
+        try:
+            _go(here, adopt=adopt)
+        except StateError as exc:
+            here.say(
+                "record_damaged",
+                f"{exc.message}; {provider} is not gone through to its end",
+                next_step=exc.next_step,
+                is_uncertain=True,
+            )
         findings += here.findings
         booked += here.booked
         accounts.append(here.account())
