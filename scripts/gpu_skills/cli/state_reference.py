@@ -102,6 +102,7 @@ RECORDS = (
     StateFile("launches", "launches/PLAN.json", "Written by `gpu job run --plan PLAN` and `gpu job cancel`."),
     StateFile("memory", "memory.json", "May be deleted."),
     StateFile("jobs/job", "jobs/ID/job.json", "Written by `gpu job run` before the ledger's line, and kept."),
+    StateFile("jobs/request", "jobs/ID/request.json", "Of a run at a deployment; written before the ledger's line."),
     StateFile("jobs/accepted", "jobs/ID/accepted.json", "Without it a job that the machine does not know never began."),
     StateFile("jobs/manifest", "jobs/ID/manifest.json", "Replaced by every pull, and when the job's end is seen."),
     StateFile(
