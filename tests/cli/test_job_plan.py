@@ -198,6 +198,8 @@ def test_a_flag_can_only_shorten_what_was_approved(shop, flag, value):
     s = shop(real=False)
     result = s.run(s.plan("--job-timeout", "1h"), "--yes", flag, value)
     assert result.exit_code == 125 and result.error["code"] == "usage" and flag in result.error["message"]
+    if value != "soon":
+        assert result.error["next_step"] == f"gpu plan --freeze {flag} {value} -- python3 train.py", "works as typed"
     assert s.creates == 0
 
 
@@ -206,6 +208,8 @@ def test_what_a_plan_froze_cannot_be_given_again(shop, given):
     s = shop(real=False)
     result = s.run(s.plan(), "--yes", *given)
     assert result.exit_code == 125 and result.error["code"] == "usage" and "frozen" in result.error["message"]
+    run = "true" if given[0] == "--" else "python3 train.py"
+    assert result.error["next_step"] == f"gpu plan --freeze -- {run}"
 
 
 def test_a_file_that_changed_since_the_plan_is_named_and_nothing_is_rented(shop):
@@ -215,6 +219,7 @@ def test_a_file_that_changed_since_the_plan_is_named_and_nothing_is_rented(shop)
     result = s.run(plan, "--yes")
     assert result.exit_code == 125 and result.error["code"] == "inputs_changed"
     assert "train.py (has other content)" in result.error["message"] and s.creates == 0
+    assert result.error["next_step"].endswith("gpu plan --freeze -- python3 train.py")
     assert not (s.root / ".pi/gpu/approvals.jsonl").exists()
 
 

@@ -513,6 +513,9 @@ def test_an_extension_beyond_a_ceiling_is_refused(world):
     machine = rent(r)
     result = call("machine", "extend", machine.id, "--by", "40h", "--yes", "--json")
     assert result.exit_code == 3 and not approvals_of(r)
+    words = result.error["next_step"].split()
+    assert words[:-1] == ["gpu", "machine", "extend", machine.id, "--by"]
+    assert call(*words[1:], "--json").error["code"] == "approval_missing", "what is named is not too long"
 
 
 def approvals_of(r) -> list[dict]:

@@ -126,3 +126,35 @@ def test_a_name_where_there_are_no_plans_is_told_plainly(gpu, tmp_path):
     projects.init(tmp_path)
     error = gpu("approve", "3f2a9c81d004", "--json").error
     assert (error["message"], error["next_step"]) == ("there is no plan 3f2a9c81d004", "gpu plan --freeze")
+
+
+def test_a_job_that_is_started_in_the_sandbox_is_followed_there(capsys):
+    from gpu_skills.cli.context import Context
+
+    context = Context()
+    context.say("next: gpu job logs -f J-000001")
+    context.sandbox = True
+    context.say("next: gpu job logs -f J-000001")
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["next: gpu job logs -f J-000001", "next: gpu --sandbox job logs -f J-000001"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "step"),
+    [
+        (("doctor", "runpo"), "gpu doctor runpod"),
+        (("doctor", "nowhere"), "gpu doctor --help"),
+        (("reconcile", "--provider", "vats"), "gpu reconcile --provider vast"),
+        (("machine", "destroy", "m_1", "--abandon-outputs"), "gpu machine destroy --help"),
+        (("plan",), "gpu plan -- CMD"),
+        (
+            ("job", "run", "--hold-for", "3h", "--", "python", "a b.py"),
+            "gpu plan --freeze --hold-for 3h -- python 'a b.py'",
+        ),
+    ],
+)
+def test_what_was_mistyped_is_told_with_the_command_that_was_meant(gpu, tmp_path, typed, step):
+    projects.init(tmp_path)
+    (tmp_path / "gpu.yaml").write_text("provider: vast\n")
+    result = gpu("--json", *typed)
+    assert result.exit_code in (2, 125) and result.error["next_step"] == step
