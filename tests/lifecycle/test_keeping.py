@@ -19,7 +19,7 @@ from gpu_skills.lifecycle import intents, labels, machines, notify
 from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.approval.approvals import Approval
 from gpu_skills.lifecycle.ending import stops
-from gpu_skills.lifecycle.guard import fuse
+from gpu_skills.lifecycle.guard import fuse, sentinel_records
 from gpu_skills.lifecycle.plans import plan as plans
 from gpu_skills.lifecycle.renting import keeping
 from gpu_skills.state import budget
@@ -238,10 +238,44 @@ def test_a_deadline_edited_on_record_is_not_what_a_start_goes_back_to(rig):
 def test_an_extension_that_was_done_is_what_the_next_one_is_counted_from_where_no_label_tells(rig):
     r = rig("runpod")
     machine = rent(r, hours=2)
-    done = timestamp(parse_timestamp(machine.deadline_at) + timedelta(hours=1))
-    intents.begin(r.project, r.clock, "extend", "x1", machine_id=machine.id, details={"deadline_at": done})
-    intents.close(r.project, r.clock, "x1", "done")
+    plan = keeping.extension_plan(r.op, machine, 3600)
+    done = extended_by_hand(r, plan, say_yes(r, plan))
     assert keeping.extension_plan(r.op, machine, 3600).old_deadline_at == done
+
+
+def extended_by_hand(r: Any, plan: Any, approval: Approval, **told: Any) -> str:
+    """What the journal says of an extension that was done; the deadline it moved to."""
+    details = {"deadline_at": plan.deadline_at, **told}
+    common = {"machine_id": plan.machine_id, "approval_id": approval.id}
+    approvals.use(r.op, approval, plan.ask())
+    intents.begin(r.project, r.clock, "extend", "x1", **common, details=details)
+    intents.close(r.project, r.clock, "x1", "done")
+    return details["deadline_at"]
+
+
+def test_an_extension_written_into_the_journal_by_hand_makes_the_next_one_no_cheaper(rig):
+    r = rig("runpod")
+    machine = rent(r, hours=2)
+    far = timestamp(parse_timestamp(machine.deadline_at) + timedelta(hours=8))
+    intents.begin(r.project, r.clock, "extend", "x0", machine_id=machine.id, details={"deadline_at": far})
+    intents.close(r.project, r.clock, "x0", "done")
+    plan = keeping.extension_plan(r.op, machine, 3600)
+    assert plan.old_deadline_at == machine.deadline_at
+    extended_by_hand(r, plan, say_yes(r, plan), deadline_at=far)  # a use that is real, of another deadline
+    assert sentinel_records.deadlines(r.op, "runpod") == {}
+
+
+def test_an_extension_is_not_priced_from_a_later_deadline_than_the_fuse_has(real):
+    r, one, machine = real("vast")
+    far = labels.Label(r.project.project_id, fused.INTENT, one.deadline_at + timedelta(hours=8))
+    r.writer.set_label(one.instance_id, str(far))
+    plan = keeping.extension_plan(r.op, machine, 3600)
+    approval = say_yes(r, plan)
+    with pytest.raises(Refused, match="its fuse acts at"):
+        keeping.extend(r.op, plan, approval)
+    with closing(one.link()) as link:
+        assert fuse.read_receipt(link, machine).deadline_at == one.deadline_at
+    assert not approvals.find(r.op, plan.ask()).is_begun
 
 
 def test_an_extension_over_a_ceiling_changes_nothing(rig):
@@ -275,7 +309,7 @@ def test_an_extension_counts_with_the_start_it_prolongs_against_the_ceiling_of_a
     approval = say_yes(r, plan)
     with pytest.raises(OverCeiling, match="session ceiling"):
         keeping.extend(replace(op, policy=lambda: tight), plan, approval)
-    with pytest.raises(AttributeError):  # it was allowed, and there is no machine behind this link
+    with pytest.raises(ConnectionResetError):  # it was allowed, and there is no machine behind this link
         keeping.extend(replace(op, policy=lambda: wide), plan, approval)
     notify.tell_due(replace(r.op, policy=lambda: wide))
     told = {who: facts["used_usd"] for _, who, facts in r.notices}
@@ -283,6 +317,16 @@ def test_an_extension_counts_with_the_start_it_prolongs_against_the_ceiling_of_a
 
 
 class _NoLink:
+    """A machine whose fuse told nothing yet, and that goes away when it is to take something over."""
+
+    def __init__(self) -> None:
+        self.session: Any = self
+
+    def call(self, verb: str, args: dict[str, Any]) -> dict[str, Any]:
+        if "deadline" in args:
+            raise ConnectionResetError
+        return {}
+
     def close(self) -> None:
         pass
 

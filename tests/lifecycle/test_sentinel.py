@@ -10,10 +10,12 @@ import pytest
 
 from gpu_skills.clock import timestamp
 from gpu_skills.lifecycle import intents, labels, machines
+from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.guard import receipts, sentinel, sentinel_records
 from gpu_skills.lifecycle.guard.decisions import decide, gpu_billed_until
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.recovery import reconcile
+from gpu_skills.lifecycle.renting import keeping
 from gpu_skills.providers.base import Charge
 from gpu_skills.providers.base import Machine as Instance
 from rented import rent
@@ -385,8 +387,11 @@ def test_where_there_are_records_a_pass_is_written_ahead_and_closes_the_books(ri
 def test_an_extension_in_the_journal_is_a_newer_deadline(rig):
     r = rig("vast")
     machine = rent(r, hours=1)
-    later = timestamp(r.clock.now() + timedelta(hours=9))
-    intents.begin(r.project, r.clock, "extend", "x1", machine_id=machine.id, details={"deadline_at": later})
+    plan = keeping.extension_plan(r.op, machine, 8 * HOUR)
+    yes, later = approvals.give(r.op, plan.ask(), statement="yes", source="approve"), plan.deadline_at
+    approvals.use(r.op, yes, plan.ask())
+    common = {"machine_id": machine.id, "approval_id": yes.id}
+    intents.begin(r.project, r.clock, "extend", "x1", **common, details={"deadline_at": later})
     assert sentinel_records.deadlines(r.op, "vast") == {}, "begun is not done"
     intents.close(r.project, r.clock, "x1", "done")
     known = sentinel_records.deadlines(r.op, "vast")

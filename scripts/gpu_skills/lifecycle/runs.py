@@ -97,7 +97,7 @@ def folder(op: Operator, approval_id: str = "") -> Path:
 
 def working_on(op: Operator, approval_id: str) -> contextlib.AbstractContextManager[None]:
     """Be the one process that works on a run. StateBusy when another does: follow it instead."""
-    return _alone(folder(op, approval_id) / f"{_checked(approval_id)}.work", f"approval {approval_id}")
+    return _alone(folder(op, approval_id) / f"{checked(approval_id)}.work", f"approval {approval_id}")
 
 
 def renting_by(op: Operator, plan_sha256: str) -> contextlib.AbstractContextManager[None]:
@@ -293,10 +293,10 @@ def _places(op: Operator) -> Iterator[Path]:
 
 
 def _path(op: Operator, approval_id: str) -> Path:
-    return folder(op, approval_id) / f"{_checked(approval_id)}.json"
+    return folder(op, approval_id) / f"{checked(approval_id)}.json"
 
 
-def _checked(approval_id: str) -> str:
+def checked(approval_id: str) -> str:
     if not (approval_id.startswith("a_") and approval_id[2:].isalnum() and approval_id.isascii()):
         raise StateError(
             file="approvals.jsonl", at="", problem=f"found {approval_id[:40]!r}, allowed is an approval id"

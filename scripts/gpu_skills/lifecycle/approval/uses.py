@@ -27,7 +27,7 @@ class Use:
 
 
 def path_of(op: Operator, approval_id: str) -> Path:
-    return runs.folder(op, approval_id).parent / "uses" / f"{approval_id}.json"
+    return runs.folder(op, approval_id).parent / "uses" / f"{runs.checked(approval_id)}.json"
 
 
 def load(op: Operator, approval_id: str) -> Use | None:

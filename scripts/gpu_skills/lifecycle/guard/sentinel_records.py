@@ -8,10 +8,12 @@ from typing import Any
 from gpu_skills.clock import parse_timestamp, timestamp
 from gpu_skills.errors import GpuError, StateError
 from gpu_skills.lifecycle import intents, machines, runs, states
+from gpu_skills.lifecycle.approval import actions, uses
 from gpu_skills.lifecycle.ending import ownership, release, witness
 from gpu_skills.lifecycle.ending.stops import note_stopped
 from gpu_skills.lifecycle.guard import decisions
 from gpu_skills.lifecycle.guard.sentinel import Note, Pass
+from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -36,9 +38,23 @@ def deadlines(op: Operator, provider: str) -> dict[str, datetime | None]:
                 _later(found, attempt.intent, attempt.deadline_at)
     by_machine = {m.id: m.intent for m in machines.all_machines(op.project) if m.provider == provider and m.intent}
     for intent in intents.read(op.project).values():
-        if intent.action in ("extend", "start") and intent.result == "done" and intent.machine_id in by_machine:
+        is_done = intent.action in ("extend", "start") and intent.result == "done"
+        if is_done and intent.machine_id in by_machine and _was_allowed(op, intent):
             _later(found, str(by_machine[intent.machine_id]), intent.details.get("deadline_at"))
     return found
+
+
+def _was_allowed(op: Operator, intent: Intent) -> bool:
+    """Whether an approval was used for a plan of just this: the journal of a project is a file for hands too."""
+    try:
+        used = uses.load(op, intent.approval_id) if intent.approval_id else None
+        if used is None or (used.project_id, used.action) != (op.project.project_id, intent.action):
+            return False
+        _, plan = actions.load(op.project, used.plan_sha256)
+    except GpuError:
+        return False
+    told = (intent.machine_id, intent.details.get("deadline_at"))
+    return isinstance(plan, actions.ActionPlan) and (plan.machine_id, plan.deadline_at) == told
 
 
 def deadline_of(op: Operator, machine: Machine, seen: Instance, label: Label) -> datetime | None:

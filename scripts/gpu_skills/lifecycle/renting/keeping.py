@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any, Literal
 
-from gpu_skills.clock import parse_timestamp, timestamp
+from gpu_skills.clock import parse_timestamp, time_of, timestamp
 from gpu_skills.errors import GpuError, Refused, RemoteError, UnexpectedReply
 from gpu_skills.lifecycle import intents, labels, machines, runs, states, unrecorded
 from gpu_skills.lifecycle.approval import actions, approval_record, approvals
@@ -113,6 +113,7 @@ def extend(op: Operator, plan: ActionPlan, approval: Approval) -> Extended:
         with unrecorded.told(op.project, "extend", lambda: [plan.machine_id]):
             with closing(op.connect(machine)) as link:
                 runs.require_readable(op)
+                _require_no_earlier_fuse(link, machine, plan)
                 approvals.use(op, approval, plan.ask())
                 intent = labels.action_intent(approval.id, "extend", machine.id)
                 _reserve(op, machine, plan, intent, deadline_at)
@@ -142,6 +143,17 @@ def extend(op: Operator, plan: ActionPlan, approval: Approval) -> Extended:
     is_in_label = shown == str(label.with_deadline(deadline_at))
     deadlines = {} if is_in_label else {str(machine.intent): plan.deadline_at}
     return Extended(machine, deadline_at, deadlines)
+
+
+def _require_no_earlier_fuse(link: Link, machine: Machine, plan: ActionPlan) -> None:
+    """The money is for the time from the old deadline on: a fuse that holds an earlier one would get more for it."""
+    from gpu_skills.lifecycle.guard import fuse, sentinel_records
+
+    receipt, before = fuse.read_receipt(link, machine), time_of(plan.old_deadline_at)
+    held = None if receipt is None else receipt.deadline_at
+    if held is not None and before is not None and before - held > sentinel_records.SAME_MOMENT:
+        reason = f"its fuse acts at {timestamp(held)}, the extension is priced from {plan.old_deadline_at}"
+        raise Refused(f"{machine.id} is not extended: {reason}", next_step=f"gpu machine show {machine.id}")
 
 
 def _running(op: Operator, machine: Machine, what: str) -> tuple[Machine, Instance, Label]:
