@@ -101,6 +101,7 @@ RECORDS = (
     StateFile("actions", "plans/SHA256.json of one machine", "As plans, for what is done to a machine that is there."),
     StateFile("launches", "launches/PLAN.json", "Written by `gpu job run --plan PLAN` and `gpu job cancel`."),
     StateFile("memory", "memory.json", "May be deleted."),
+    StateFile("script", "deployments/MACHINE.MODEL.SCRIPT.json", "Written by `gpu model setup` and `gpu model verify`."),
     StateFile("jobs/job", "jobs/ID/job.json", "Written by `gpu job run` before the ledger's line, and kept."),
     StateFile("jobs/request", "jobs/ID/request.json", "Of a run at a deployment; written before the ledger's line."),
     StateFile("jobs/accepted", "jobs/ID/accepted.json", "Without it a job that the machine does not know never began."),
@@ -125,6 +126,7 @@ OF_USER = (
 SETTINGS = (
     StateFile("gpu.yaml", "gpu.yaml", "Written once by `gpu init`, then yours."),
     StateFile("gpujob.yaml", "gpujob.yaml", "Yours; flags of `gpu job run` override it."),
+    StateFile("model.yaml", "model.yaml", "Yours, in the directory of a model; `gpu model setup` reads it."),
     StateFile("hosts.yaml", "hosts.yaml", "Yours; beside gpu.yaml or in `~/.config/gpu/`."),
 )
 

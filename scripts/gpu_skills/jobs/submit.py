@@ -57,12 +57,13 @@ def start(
     job: str | None = None,
     plan: str | None = None,
     resume: str | None = None,
+    model: str | None = None,
 ) -> Submitted:
     """Take an id, write what is sent, then start. env_values: the whole user environment, secret values included.
 
     copy: (index, count) when the same job is submitted several times. job: an id that was taken before; one that has
     been written down already is started again as it is, which starts it once. plan: what it was approved by. resume:
-    where in its directory the checkpoint lies that it goes on from.
+    where in its directory the checkpoint lies that it goes on from. model: whose set-up or check it is.
     Raises OutcomeUnknown when the machine may have started it: `gpu job status` tells.
     """
     job = job or _new_id(project, ledger, link)
@@ -75,11 +76,12 @@ def start(
         marks = {"plan": plan} if plan else {}
         folder.write("job", _submission(job, nonce, machine, spec, packed, report, now) | marks)
         if ledger.latest(job) is None:
-            ledger.start(_first_line(job, machine, spec, report, now) | marks)
+            ledger.start(_first_line(job, machine, spec, report, now) | marks | {"model": model})
         environment = job_environment(
             link.session.greeting.root,
             project.project_id,
             job,
+            model_id=model,
             user_env=env_values,
             hf_token=hf_token,
             copy=copy,
