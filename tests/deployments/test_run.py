@@ -23,7 +23,10 @@ from gpu_skills.errors import (
     GenerationUnknown,
     InputInvalid,
 )
+from gpu_skills.jobs import observe
 from gpu_skills.jobs.records import JobFolder
+from gpu_skills.lifecycle import machines
+from gpu_skills.lifecycle.connect import Link
 from gpu_skills.runtimes import comfyui as comfy_module
 from gpu_skills.runtimes.base import Endpoint, Event, Surroundings, runtime_of
 from gpu_skills.runtimes.manifest import ModelManifest
@@ -133,7 +136,7 @@ def test_all_that_is_wrong_with_inputs_is_told_before_anything_is_sent_or_writte
 def test_a_deployment_that_is_not_ready_is_refused_and_asked_nothing(project: Project, server: ComfyServer):
     with pytest.raises(DeploymentNotReady) as caught:
         ask(project, server, status="error")
-    assert caught.value.next_step == "gpu deployment show dep_a41c" and server.requests == []
+    assert caught.value.next_step == "gpu registry show deployments dep_a41c" and server.requests == []
 
 
 def test_a_run_that_fails_ends_as_failed_with_the_reason(project: Project, server: ComfyServer):
@@ -191,3 +194,21 @@ def test_a_command_killed_in_the_middle_and_given_again_is_done_once(project: Pr
     ran = ask(project, server)
     assert ran.has_gone_on and ran.line["status"] == "completed" and ran.line["artifacts"]
     assert len(server.executed) == 1 and len(lines(project)) == 1
+
+
+class _MachineThatKnowsNothing:
+    """Any question to it is a fault: a run at a deployment is none of its runner's jobs."""
+
+    def call(self, *args: object, **more: object) -> dict:
+        raise AssertionError(f"asked {args}")
+
+
+def test_a_run_without_an_answer_is_not_taken_for_a_job_that_its_machine_forgot(project: Project, server: ComfyServer):
+    server.faults.takes_prompt = False
+    with pytest.raises(GenerationUnknown):
+        ask(project, server)
+    machine = machines.find(project, "m_here")
+    assert machine is not None
+    link = Link(machine, _MachineThatKnowsNothing())  # type: ignore[arg-type]
+    observe.settle(project, Ledger(project, SystemClock()), SystemClock(), link)
+    assert lines(project)[0]["status"] == "running"
