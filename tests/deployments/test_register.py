@@ -41,6 +41,7 @@ def test_a_model_is_set_up_proven_registered_once_and_given_back(context):
     assert register.destroy(op, first.id).status == "destroyed"
 
 
+@pytest.mark.slow
 def test_a_service_that_cannot_start_ends_as_error_with_what_it_said(context):
     link, op = context.ready_machine(), context.operator
     with pytest.raises(DeploymentFailed):  # nothing was set up: its command ends again and again
