@@ -280,10 +280,13 @@ def test_a_plan_that_was_used_is_not_allowed_again_by_yes(context, project, ask)
     assert len(recorded(project)) == 1
 
 
-def test_yes_is_no_signature(context, project, ask, owner):
+def test_yes_is_no_signature(context, project, ask, owner, monkeypatch):
+    said = []
+    monkeypatch.setattr(command, "say", said.append)
     with pytest.raises(ApprovalNeeded) as caught:
         command.agree(context, ask, yes=True)
     assert len(caught.value.details["commands"]) == 3 and recorded(project) == []
+    assert caught.value.details["text"] == ask.text and said == [], "the refusal shows it, once"
 
 
 def test_an_expired_yes_can_be_given_again_where_somebody_asks_for_it(context, project, clock):

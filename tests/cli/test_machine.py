@@ -216,6 +216,16 @@ def test_who_waits_for_the_end_hears_of_each_look_and_a_program_does_not(world, 
     assert "so far" not in typed(call, command.format(two.id), "--json").stderr
 
 
+def test_the_end_of_a_held_machine_says_that_it_was_held(world):
+    r, call = world()
+    machine = rent(r)
+    until = timestamp(r.clock.now() + timedelta(hours=1))
+    machines.save(r.project, replace(machine, extra={**machine.extra, "held_until": until}))
+    done = typed(call, "gpu destroy")
+    assert done.exit_code == 0 and not r.burning()
+    assert len([line for line in done.stderr.splitlines() if f"{machine.id} is held until " in line]) == 1
+
+
 def test_not_yet_proven_is_exit_6_and_reads_terminating(world):
     r, call = world()
     machine = rent(r)

@@ -48,6 +48,10 @@ def test_a_ceiling_says_which_deadline_would_fit_and_a_provider_that_is_not_allo
     provider = Violation("allowed_providers", "vast", ["local"], ["local"], ("system",))
     first, second, third = preflight.ceilings([money, rate, provider], longest_s=7200)
     assert first.code == "over_ceiling" and "a deadline of 2h00m would fit" in first.message
+    assert all(reason.next_step.startswith("gpu policy show") for reason in (first, second, third))
+    with pytest.raises(PlanRefused) as refused:
+        preflight.refuse([first, second])
+    assert refused.value.next_step == "gpu policy show"
     assert second.code == "over_ceiling" and "would fit" not in second.message
     assert third.code == "provider_not_allowed"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpu_skills.config import GpuConfig, load_gpu_yaml
-from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending, NotReady
+from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending, NotReady, PlanRefused
 from gpu_skills.lifecycle import machines, project_machine
 from gpu_skills.lifecycle.approval import approvals
 from gpu_skills.lifecycle.ending import stops
@@ -177,3 +177,13 @@ def test_one_taken_back_that_cannot_be_worked_on_says_what_ends_it(rig, monkeypa
         project_machine.ready(r.op, config("vast"), agree=human)
     assert f"gpu machine destroy {machine.id} --abandon-outputs {machine.id}" in refused.value.next_step
     assert r.creates == 1 and len(human.asked) == 1
+
+
+@VENDORS
+def test_a_plan_that_is_refused_here_says_to_change_the_file_and_to_set_up_again(rig, vendor):
+    r, human = prepared(rig, vendor)
+    with pytest.raises(PlanRefused) as refused:
+        project_machine.ready(r.op, config(vendor, **{"compute.min_vram_gb": "5000"}), agree=human)
+    steps = [refused.value.next_step, *(one.get("next_step", "") for one in refused.value.details["reasons"])]
+    assert "gpu setup again" in steps[0] and not any("gpu plan again" in step for step in steps), steps
+    assert not human.asked and r.creates == 0
