@@ -101,7 +101,9 @@ RECORDS = (
     StateFile("actions", "plans/SHA256.json of one machine", "As plans, for what is done to a machine that is there."),
     StateFile("launches", "launches/PLAN.json", "Written by `gpu job run --plan PLAN` and `gpu job cancel`."),
     StateFile("memory", "memory.json", "May be deleted."),
-    StateFile("script", "deployments/MACHINE.MODEL.SCRIPT.json", "Written by `gpu model setup` and `gpu model verify`."),
+    StateFile(
+        "script", "deployments/MACHINE.MODEL.SCRIPT.json", "Written by `gpu model setup` and `gpu model verify`."
+    ),
     StateFile("jobs/job", "jobs/ID/job.json", "Written by `gpu job run` before the ledger's line, and kept."),
     StateFile("jobs/request", "jobs/ID/request.json", "Of a run at a deployment; written before the ledger's line."),
     StateFile("jobs/accepted", "jobs/ID/accepted.json", "Without it a job that the machine does not know never began."),
@@ -110,6 +112,11 @@ RECORDS = (
         "jobs/collected",
         "jobs/ID/collected.json",
         "Replaced by every pull. Until it is `final`, `gpu destroy` refuses to give back the machine.",
+    ),
+    StateFile(
+        "jobs/artifacts",
+        "jobs/ID/artifacts.json",
+        "Written by what pushes outputs to a durable home and reads them back.",
     ),
     StateFile("jobs/ended", "jobs/ID/ended.json", "Written just before the ledger's terminal line."),
     StateFile("jobs/abandoned", "jobs/ID/abandoned.json", "Written by `gpu destroy --abandon-outputs JOB`."),
