@@ -29,8 +29,11 @@ COMMANDS = {
     "demo": (_C + "demo:demo", "Train a small model as a job on this machine, start to end, for nothing."),
     "job": (_C + "job:job", "Run your own code as a job: run ls status logs pull cancel diagnose finish."),
     "machine": (_C + "machine:machine", "Machines by id: ls show stop start hold extend protect destroy."),
-    "model": (_C + "model:model", "Models and their workflows: add-workflow."),
-    "deployment": (_C + "deployment:deployment", "Machines that serve a model, by id: run."),
+    "model": (_C + "model:model", "Models and their workflows: setup, verify, add-workflow."),
+    "deployment": (
+        _C + "deployment:deployment",
+        "Machines that serve a model: register run ls show logs error destroy.",
+    ),
     "registry": (_C + "registry:registry", "The project's records: validate show put query."),
     "ledger": (_C + "ledger:ledger", "The ledger of jobs: append verify query tail reseal."),
     "policy": (_C + "policy:policy", "What may be spent, and what is left: show check; reads only."),
