@@ -451,7 +451,7 @@ class JobRunning(Refused):
 class DeploymentNotReady(Refused):
     code = "deployment_not_ready"
     template = "deployment {deployment} is {status}; only a ready one is given requests"
-    next_step = "gpu registry show deployments {deployment}"
+    next_step = "gpu deployment show {deployment}"
 
 
 class AlreadyEnded(Refused):

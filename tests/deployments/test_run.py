@@ -136,7 +136,7 @@ def test_all_that_is_wrong_with_inputs_is_told_before_anything_is_sent_or_writte
 def test_a_deployment_that_is_not_ready_is_refused_and_asked_nothing(project: Project, server: ComfyServer):
     with pytest.raises(DeploymentNotReady) as caught:
         ask(project, server, status="error")
-    assert caught.value.next_step == "gpu registry show deployments dep_a41c" and server.requests == []
+    assert caught.value.next_step == "gpu deployment show dep_a41c" and server.requests == []
 
 
 def test_a_run_that_fails_ends_as_failed_with_the_reason(project: Project, server: ComfyServer):

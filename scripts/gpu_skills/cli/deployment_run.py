@@ -53,7 +53,7 @@ def run(
     record = registry.show(context.project, "deployments", deployment)[0]
     running.require_ready(record)
     if not record.get("model"):
-        raise UsageError(f"{deployment} names no model", next_step=f"gpu registry show deployments {deployment}")
+        raise UsageError(f"{deployment} names no model", next_step=f"gpu deployment show {deployment}")
     model = model_dir.known(context.project, record["model"], cwd=context.project.root).manifest
     runtime = runtime_of(
         record.get("runtime") or model.runtime, Surroundings(clock=context.clock, environ=context.environ)
@@ -115,9 +115,7 @@ def _endpoint(context: Context, record: dict[str, Any]) -> Iterator[Endpoint]:
     except ValueError:
         parts, port = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(
-            f"{record['id']} has no endpoint to ask", next_step=f"gpu registry show deployments {record['id']}"
-        )
+        raise UsageError(f"{record['id']} has no endpoint to ask", next_step=f"gpu deployment show {record['id']}")
     raw = files.read_bytes(context.project.state / "deployments" / record["id"] / "key", max_bytes=4096)
     key = raw.decode("ascii", "replace").strip() if raw else None
     is_elsewhere = record["provider"] != "local" and record.get("machine_id")

@@ -43,7 +43,7 @@ def doctor(context: Context, provider: str | None, show_config: bool, tries_noti
     if tries_notify:
         return _report([_as_finding(told) for told in context.notifier.test()] or [_nobody()])
     if provider is not None:
-        require_rented(provider, used_by="gpu doctor")
+        require_rented(provider, used_by="gpu doctor", option="")
     if leaving:
         return _leaving(context, provider)
     if provider is not None:

@@ -45,7 +45,7 @@ def reconcile(context: Context, providers: tuple[str, ...], adopt: bool, project
     return Output(_document(report), _text(report), exit_code=0 if report.is_clear else 6)
 
 
-def require_rented(provider: str, *, used_by: str = "gpu reconcile --provider") -> None:
+def require_rented(provider: str, *, used_by: str = "gpu reconcile", option: str = "--provider") -> None:
     """UsageError names the provider that was meant, where one is spelled much like it."""
     import difflib
 
@@ -53,7 +53,7 @@ def require_rented(provider: str, *, used_by: str = "gpu reconcile --provider") 
         meant = difflib.get_close_matches(provider.lower(), RENTED_PROVIDERS, n=1)
         raise UsageError(
             f"nothing is rented at {provider[:80]!r}: there are {', '.join(RENTED_PROVIDERS)}",
-            next_step=f"{used_by} {meant[0]}" if meant else f"{used_by.removesuffix(' --provider')} --help",
+            next_step=" ".join(word for word in (used_by, option, meant[0]) if word) if meant else f"{used_by} --help",
         )
 
 

@@ -122,7 +122,7 @@ def idle_deployments(project: Project, ledger: Ledger, policy: Policy, now: date
             f"ready without a job for {format_duration(idle_s)} (limit {limit_min:g} min), burns {format_usd(rate)}/h, "
             f"{format_usd(burnt)} so far"
         )
-        step = f"give it back unless a batch is about to use it; see gpu registry show deployments {name}"
+        step = f"give it back unless a batch is about to use it; see gpu deployment show {name}"
         found.append(Finding(name, "note", text, step))
     return found
 

@@ -100,8 +100,12 @@ def _fresh_plan(op: Operator, config: GpuConfig) -> tuple[str, Plan]:
 def _set_up_again(step: str) -> str:
     """What is planned here comes from gpu.yaml alone: there are no flags, and another plan would not be used."""
     if step == PlanRefused.next_step:
-        return "change gpu.yaml, then run gpu setup again"
-    return step.replace("--max-lease or ", "").replace("gpu plan again", "gpu setup again")
+        return "change gpu.yaml, then: gpu setup"
+    return (
+        step.replace("--max-lease or ", "")
+        .replace("run gpu plan again", "once more: gpu setup")
+        .replace("gpu plan again", "gpu setup")
+    )
 
 
 def _approved_plan(op: Operator, config: GpuConfig) -> tuple[str, Plan] | None:
