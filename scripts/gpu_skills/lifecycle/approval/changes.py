@@ -84,8 +84,8 @@ def extend_plan(op: Operator, machine: Machine, more_s: float) -> ActionPlan:
         asked, allowed = format_duration(left_s), format_duration(ceiling_s)
         reason = f"it would end {asked} from now, the policy allows {allowed}"
         fits_min = int(more_s - (left_s - ceiling_s)) // 60
-        fitting = f"{fits_min}m"
-        step = f"gpu machine extend {machine.id} --by {fitting}" if fits_min > 0 else "gpu policy show"
+        again = " ".join(("gpu", "machine", "extend", machine.id, "--by", f"{fits_min}m"))
+        step = again if fits_min > 0 else "gpu policy show"
         reason += f"; {format_duration(fits_min * 60)} more fit" if fits_min > 0 else "; it has all of that already"
         raise PlanRefused(summary=reason, reasons=[{"code": "over_ceiling", "message": reason}], next_step=step)
     rate, storage = _rates(machine, seen)
