@@ -8,6 +8,7 @@ from typing import Any
 
 from gpu_skills.clock import timestamp
 from gpu_skills.lifecycle import intents, labels, machines
+from gpu_skills.lifecycle.ending import ownership
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.providers.base import MachineSpec, Requirements
@@ -73,7 +74,7 @@ def rent(
         label=str(label),
         machine_class=machine_class,
         intent=intent,
-        account=rig.op.account(rig.vendor),
+        account=ownership.account_of(rig.op, rig.vendor),
         created_at=timestamp(now),
         ready_at=timestamp(now + timedelta(seconds=60)),
         deadline_at=None if deadline is None else timestamp(deadline),

@@ -557,6 +557,15 @@ class AuthRejected(ProviderError):
     next_step = "gpu login {provider}"
 
 
+class OtherAccount(ProviderError):
+    """Not the account that something was rented in: what it does not show may be there all the same."""
+
+    code = "other_account"
+    template = "{what} was rented in another {provider} account than the one of the key in use: it may bill there"
+    next_step = "gpu login {provider}"
+    may_be_billing = True
+
+
 class InsufficientBalance(ProviderError):
     code = "insufficient_balance"
     template = "{provider} says the account has not enough credit: {reason}"

@@ -78,6 +78,9 @@ def destroy(
     for obstacle in gate(op, machine, abandon):
         raise obstacle
     approval = _named_approval(op, "destroy", machine, agree)
+    if approval is not None:  # a person may have taken minutes
+        for obstacle in gate(op, machine, abandon):
+            raise obstacle
     _record_abandoned(op.project, op.ledger, op.clock, machine, abandon)
     if abandon:
         given_up = {"names": sorted(set(abandon))[:FILES_SHOWN]}

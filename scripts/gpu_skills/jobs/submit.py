@@ -17,6 +17,7 @@ from gpu_skills.jobs.pack import Packed
 from gpu_skills.jobs.readback import highest_there
 from gpu_skills.jobs.records import START_REFUSED, JobFolder
 from gpu_skills.jobs.spec import JobSpec
+from gpu_skills.lifecycle import intents
 from gpu_skills.lifecycle.connect import Link
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.remote.environment import job_environment
@@ -69,6 +70,7 @@ def start(
     job = job or _new_id(project, ledger, link)
     folder = JobFolder(project, job)
     machine = link.machine
+    intents.require_staying(project, machine.id)
     secret_names = sorted({*spec.secret_names, *(["HF_TOKEN"] if hf_token else [])})
     with folder.submitting():
         now = timestamp(clock.now())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpu_skills.clock import Clock, timestamp
+from gpu_skills.errors import NotReady
 from gpu_skills.state import chain, files, journal
 from gpu_skills.state.job_record import JOB_ID
 from gpu_skills.state.project import Project
@@ -83,6 +84,17 @@ def observe(project: Project, clock: Clock, what: str, **fields: Any) -> None:
 def read(project: Project) -> dict[str, Intent]:
     """All intents by id, oldest first. Lines that are no record are passed over: nothing was sent after them."""
     return dict(_folded(project.path(JOURNAL)).intents)
+
+
+def require_staying(project: Project, machine_id: str) -> None:
+    """NotReady for a machine whose stop or destroy has begun and not ended: whoever finds it goes on with it, and would
+    end what was started there since.
+    """
+    for intent in read(project).values():
+        if intent.action in ("stop", "destroy") and intent.machine_id == machine_id and intent.is_open:
+            raise NotReady(
+                machine=machine_id, what="ending", reason=f"its {intent.action} has begun and has no end yet"
+            )
 
 
 def observations(project: Project, *what: str, machine_id: str | None = None) -> list[dict[str, Any]]:

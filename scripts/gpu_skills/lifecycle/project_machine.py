@@ -11,7 +11,7 @@ from decimal import Decimal
 from gpu_skills.clock import parse_timestamp
 from gpu_skills.config import GpuConfig
 from gpu_skills.errors import ApprovalNeeded, CannotSatisfy, MachinePending, PlanRefused, UsageError
-from gpu_skills.lifecycle import machines, runs, states
+from gpu_skills.lifecycle import intents, machines, runs, states
 from gpu_skills.lifecycle.approval import actions, approval_record, approvals
 from gpu_skills.lifecycle.approval.approvals import Approval, Ask, ask_of_plan
 from gpu_skills.lifecycle.connect import Link
@@ -162,6 +162,7 @@ def _go_on(op: Operator, config: GpuConfig, machine: Machine, agree: Agree) -> L
 
 def _link_to(op: Operator, config: GpuConfig, machine: Machine) -> Link:
     _require_fit(config, machine)
+    intents.require_staying(op.project, machine.id)
     link, _ = bringup.follow(op, machine)
     try:
         frozen = plan.find(op.project, machine.plan)

@@ -6,13 +6,14 @@ id typed wrong, a label copied by hand, an instance id that another machine has 
 
 from __future__ import annotations
 
-from gpu_skills.errors import NotOwned
+from gpu_skills.errors import NotOwned, OtherAccount
 from gpu_skills.lifecycle import labels
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.providers.known import traits_of
+from gpu_skills.state import budget
 
 PROTECTED = "protected"
 
@@ -34,6 +35,25 @@ def require_ours(op: Operator, machine: Machine, seen: Instance) -> Label:
         shown = seen.label if seen.label is not None else "none"
         raise NotOwned(machine=f"{seen.provider} {seen.instance_id}", label=repr(shown)[:160])
     return label
+
+
+# In a record: the account that showed the machine last, where it is not by name the one it was rented in.
+SEEN_IN = "seen_in_account"
+
+
+def account_of(op: Operator, provider: str) -> str:
+    """The name that records have for the account of the key in use."""
+    return budget.account_directory(provider, op.account(provider), op.environ).name
+
+
+def require_its_account(op: Operator, machine: Machine) -> None:
+    """Before its absence counts: the account asked is the one it was rented in, or has shown it before (a key that was
+    renewed may have another fingerprint). OtherAccount if not.
+    """
+    if machine.account is None:
+        return
+    if account_of(op, machine.provider) not in (machine.account, machine.extra.get(SEEN_IN)):
+        raise OtherAccount(what=machine.id, provider=machine.provider)
 
 
 def needs_named_approval(machine: Machine, seen: Instance | None) -> bool:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from gpu_skills.clock import time_of, timestamp
-from gpu_skills.errors import AuthRejected, NotOwned, ProviderError, ProviderSilent, Refused
+from gpu_skills.errors import AuthRejected, ProviderError, ProviderSilent, Refused
 from gpu_skills.lifecycle import intents, machines, runs, states, unrecorded
 from gpu_skills.lifecycle.ending import absence, asking, ownership, witness
 from gpu_skills.lifecycle.guard import fuse
@@ -144,12 +144,7 @@ def _act_on(op: Operator, machine: Machine, seen: Instance | None) -> str:
     if seen is None:
         return _absent(op, machine, intent)
     machine = witness.with_instance(op, machine, seen)
-    try:
-        ownership.require_ours(op, machine, seen)
-    except NotOwned as exc:
-        if intent is not None:
-            intents.close(op.project, op.clock, intent.id, "refused", reason=exc.message)
-        raise
+    ownership.require_ours(op, machine, seen)  # one that is not ours now may be again: what was begun stays open
     witness.observe(op, machine, witness.PRESENT, status=seen.status)
     if intent is None:
         witness.set_status(

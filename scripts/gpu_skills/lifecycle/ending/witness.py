@@ -17,7 +17,7 @@ from gpu_skills.errors import (
     GpuError,
 )
 from gpu_skills.lifecycle import intents, labels, machines
-from gpu_skills.lifecycle.ending import absence
+from gpu_skills.lifecycle.ending import absence, ownership
 from gpu_skills.lifecycle.ending.absence import Look
 from gpu_skills.lifecycle.intents import Intent
 from gpu_skills.lifecycle.machines import Machine
@@ -105,9 +105,13 @@ def look(op: Operator, machine: Machine) -> Instance | None:
     listed = reader.machines()
     if machine.instance_id is not None:
         found = next((seen for seen in listed if seen.instance_id == machine.instance_id), None)
-        return found if found is not None else reader.machine(machine.instance_id)
-    same = [seen for seen in listed if _is_named_by(op, machine, seen)]
-    return min(same, key=lambda seen: (seen.created_at is None, seen.created_at, seen.instance_id), default=None)
+        found = found if found is not None else reader.machine(machine.instance_id)
+    else:
+        same = [seen for seen in listed if _is_named_by(op, machine, seen)]
+        found = min(same, key=lambda seen: (seen.created_at is None, seen.created_at, seen.instance_id), default=None)
+    if found is None:
+        ownership.require_its_account(op, machine)
+    return found
 
 
 def _is_named_by(op: Operator, machine: Machine, seen: Instance) -> bool:
@@ -139,10 +143,13 @@ def current(op: Operator, machine: Machine) -> Machine:
 def with_instance(op: Operator, machine: Machine, seen: Instance) -> Machine:
     """The machine with the provider's id of it, learned from a label, and with when it was seen."""
     now = timestamp(op.clock.now())
+    account = ownership.account_of(op, machine.provider)
 
     def known(found: Machine) -> Machine:
         host = seen.instance_id if found.instance_id is None and _is_named_by(op, found, seen) else found.host
-        return replace(found, host=host, last_seen_at=now)
+        is_renewed = found.account not in (None, account) and _is_named_by(op, found, seen)
+        extra = {**found.extra, ownership.SEEN_IN: account} if is_renewed else found.extra
+        return replace(found, host=host, last_seen_at=now, extra=extra)
 
     return machines.update(op.project, machine.id, known, clock=op.clock)
 

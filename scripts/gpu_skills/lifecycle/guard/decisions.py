@@ -16,6 +16,8 @@ from gpu_skills.providers.base import Charge, RentedReader
 from gpu_skills.providers.base import Machine as Instance
 from gpu_skills.units import format_usd
 
+# So long a provider may say that it ends a machine before it is told once more.
+ENDING_TAKES = timedelta(minutes=10)
 STORAGE_GRACE_S = 24 * 3600.0
 # A GPU that was charged until this close to the deadline was stopped by it, not by idleness before.
 STOPPED_AT_DEADLINE = timedelta(minutes=2)
@@ -70,7 +72,10 @@ def decide(
     if now < deadline_at:
         return Decision("none", "its deadline is ahead")
     if seen.status == "terminating":
-        return Decision("none", "the provider is ending it")
+        if is_protected or seen.is_locked or now < deadline_at + ENDING_TAKES:
+            return Decision("none", "the provider is ending it")
+        burn = "an unknown amount" if seen.burn_usd_hr is None else f"{format_usd(seen.burn_usd_hr)}/h"
+        return Decision("destroy", "it was told to go", f"told to go, past its deadline, still there, and costs {burn}")
     if is_protected or seen.is_locked:
         return _of_protected(seen)
     if seen.status != "stopped":

@@ -6,8 +6,9 @@ from datetime import timedelta
 from decimal import Decimal
 
 from gpu_skills.clock import parse_timestamp, timestamp
-from gpu_skills.errors import Refused, StateBusy
+from gpu_skills.errors import OtherAccount, Refused, StateBusy
 from gpu_skills.lifecycle import intents, machines, runs, states
+from gpu_skills.lifecycle.ending import ownership
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.recovery import adoption
 from gpu_skills.lifecycle.recovery.findings import Pass
@@ -122,6 +123,17 @@ def _catch_up(here: Pass, run: Run, attempt: Attempt, machine: Machine) -> None:
 
 
 def _not_found(here: Pass, run: Run, attempt: Attempt, *, was_sent: bool) -> None:
+    if run.account != ownership.account_of(here.op, here.provider):
+        problem = OtherAccount(what=attempt.machine_id, provider=here.provider)
+        here.say(
+            problem.code,
+            problem.message,
+            machine_id=attempt.machine_id,
+            next_step=problem.next_step,
+            is_uncertain=True,
+            burn_usd_hr=Decimal(str(attempt.rate_usd_hr)),
+        )
+        return
     age = here.op.clock.now() - parse_timestamp(attempt.began_at)
     if was_sent and age < LOOKED_FOR:
         if machines.find(here.op.project, attempt.machine_id) is not None:

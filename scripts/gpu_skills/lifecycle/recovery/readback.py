@@ -129,6 +129,11 @@ def _finish_stop(op: Operator, machine: Machine, seen: Instance, intent: Intent)
     if seen.status == "stopped":
         intents.close(op.project, op.clock, intent.id, "done", reason="read back")
         return stops.note_stopped(op, machine, seen, why)
+    if op.running_jobs(machine.id) and why not in states.ENDS_OF_JOBS:
+        intents.close(
+            op.project, op.clock, intent.id, "failed", reason="it does not show as stopped, and a job runs there"
+        )
+        return _as_shown(op, machine, seen)
     intents.close(op.project, op.clock, intent.id, "failed", reason="it does not show as stopped: asked again")
     try:
         return stops.stop(op, machine, why=why, despite_jobs=True)
@@ -201,6 +206,8 @@ def _as_shown(op: Operator, machine: Machine, seen: Instance) -> Machine:
         return machines.set_status(op.project, machine.id, "booting", clock=op.clock)
     if seen.status in ("terminating", "unknown"):
         return machines.set_status(op.project, machine.id, seen.status, clock=op.clock)
+    if machine.status == "terminating":  # nobody sent it away, and its provider no longer says that it goes
+        return machines.set_status(op.project, machine.id, states.AS_SHOWN.get(seen.status, "unknown"), clock=op.clock)
     if machine.status in ("unknown", "requested"):
         shown = "ready" if seen.status == "running" and machine.ready_at else seen.status
         return machines.set_status(op.project, machine.id, "booting" if shown == "running" else shown, clock=op.clock)

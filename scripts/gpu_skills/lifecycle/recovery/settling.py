@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpu_skills.errors import GpuError, StateBusy, UnexpectedReply
 from gpu_skills.lifecycle import runs, states
 from gpu_skills.lifecycle.books import accounting, charged
-from gpu_skills.lifecycle.ending import release
+from gpu_skills.lifecycle.ending import ownership, release
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.recovery import leftovers, vanished
 from gpu_skills.lifecycle.recovery.findings import Pass
@@ -24,7 +24,8 @@ def close_books(here: Pass) -> None:
         here.booked += len(accounting.lines_of(here.op, machine.id)) - before
         if not charged.is_corrected(here.op, machine):  # also what a pass that died has booked
             accounting.settle_anew(here.op, machine)
-        if charged.is_due(here.op, machine):
+        is_here = machine.account in (None, ownership.account_of(here.op, here.provider))
+        if is_here and charged.is_due(here.op, machine):
             due.append(machine)
     if due:
         _correct(here, due)

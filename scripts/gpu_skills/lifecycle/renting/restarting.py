@@ -250,6 +250,12 @@ class _Start:
             link = boot.until_it_answers()
             self._arm(link, boot)
             ready = boot.ready(link)
+        except KeyboardInterrupt:
+            if link is not None:
+                link.close()
+            burn = f"{self.machine.id} starts and bills {format_usd(self.machine.rate_usd_hr)}/h"
+            op.say(f"{burn}; gpu setup goes on, gpu machine stop {self.machine.id} stops it")
+            raise
         except (NotReady, RemoteError, HostFull) as exc:
             if link is not None:
                 link.close()

@@ -75,6 +75,7 @@ def unknown(op: Operator, run: Run, attempt: Attempt, problem: GpuError) -> Prov
             clock=op.clock,
         )
     outcomes.note(op, run, attempt, result="unknown", reason=problem.code)
+    op.notify("recovery", attempt.machine_id, what="create_unknown", reason=reason, intent=attempt.intent)
     return ProviderSilent(
         provider=run.provider,
         what=f"the create of {attempt.label}",
