@@ -56,8 +56,9 @@ def test_no_work_starts_on_a_machine_whose_end_has_begun(begun, vendor, action):
 
 
 @both
-def test_a_stop_that_died_does_not_stop_a_job_that_was_started_since(begun, vendor):
-    r, hand = begun(vendor, "stop")
+@pytest.mark.parametrize("action", ["destroy", "stop"])
+def test_an_end_that_died_does_not_end_a_job_that_was_started_since(begun, vendor, action):
+    r, hand = begun(vendor, action)
     job = r.op.ledger.new_job_id()
     JobFolder(r.project, job).write("job", {"id": job, "nonce": "00"})
     now = timestamp(r.clock.now())
@@ -93,6 +94,18 @@ def test_what_was_shown_as_going_once_and_stays_meets_its_deadline(begun, vendor
         reconcile.run(r.op, [vendor])
         r.clock.sleep(60)
     assert hand.machine.status in ("stopped", "terminating", "destroyed")
+
+
+@both
+def test_what_is_shown_as_going_for_ever_is_told_to_go_again_at_its_deadline(begun, vendor, monkeypatch):
+    r, _ = begun(vendor, None)
+    patch = shown(r, monkeypatch, status="terminating")
+    r.clock.sleep(40 * 3600)
+    for _ in range(5):
+        reconcile.run(r.op, [vendor])
+        r.clock.sleep(60)
+    patch.__exit__(None, None, None)
+    assert not r.burning()
 
 
 @both

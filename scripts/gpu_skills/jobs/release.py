@@ -105,6 +105,10 @@ def stop(
     for obstacle in _against_a_stop(op, machine, seen):
         raise obstacle
     approval = _named_approval(op, "stop", machine, agree)
+    if approval is not None:  # a person may have taken minutes
+        machine, seen = stops.stoppable(op, machine)
+        for obstacle in _against_a_stop(op, machine, seen):
+            raise obstacle
     more = {} if wait_s is None else {"wait_s": wait_s}
     return stops.stop(op, machine, why=why, approval=approval, tell=tell, **more)
 

@@ -118,9 +118,21 @@ def follow(op: Operator, machine: Machine, seen: Instance) -> Machine:
             return _finish_start(op, machine, seen, intent)
         if intent.action == "extend":
             _finish_extend(op, machine, seen, intent)
-    if witness.open_destroy(op, machine.id) is not None:
+    destroy = witness.open_destroy(op, machine.id)
+    if destroy is not None and not _would_lose_a_job(op, machine, destroy):
         return machines.set_status(op.project, machine.id, "terminating", clock=op.clock)
-    return _as_shown(op, machine, seen)
+    while destroy is not None:  # several commands may have asked at once
+        intents.close(op.project, op.clock, destroy.id, "failed", reason="no delete was taken, and a job runs there")
+        destroy = witness.open_destroy(op, machine.id)
+    return _as_shown(op, witness.current(op, machine), seen)
+
+
+def _would_lose_a_job(op: Operator, machine: Machine, destroy: Intent) -> bool:
+    """Whether a destroy that no provider took yet would end a job that nobody gave up."""
+    why = destroy.reason or str(destroy.details.get("why") or "asked")
+    is_given_up = intents.observations(op.project, "outputs_abandoned", machine_id=machine.id)
+    is_taken = witness.evidence_of(op, machine).taken_at is not None
+    return not (why in states.ENDS_OF_JOBS or is_given_up or is_taken) and bool(op.running_jobs(machine.id))
 
 
 def _finish_stop(op: Operator, machine: Machine, seen: Instance, intent: Intent) -> Machine:

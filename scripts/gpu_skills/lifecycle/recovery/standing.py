@@ -98,14 +98,15 @@ def _absent(here: Pass, machine: Machine) -> None:
 
 def _expire(here: Pass, machine: Machine, seen: Instance) -> None:
     """What its state asks for, and its deadline."""
-    if machine.status == "terminating":
+    due = readback.due(here.op, machine, seen)
+    is_begun = witness.open_destroy(here.op, machine.id) is not None
+    if machine.status == "terminating" and (is_begun or due.action == "none"):
         status = release.confirm(here.op, machine)
         if status not in states.FINAL:
             step = f"gpu reconcile --provider {here.provider}"
             text = "it was told to go and is still there"
             here.say("terminating", text, machine=machine, next_step=step, is_uncertain=True)
         return
-    due = readback.due(here.op, machine, seen)
     if due.action == "destroy":
         here.end(machine, due.why)
     elif due.action == "stop":
