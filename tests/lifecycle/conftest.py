@@ -137,6 +137,8 @@ def rig(make_sandbox: Callable[..., Sandbox], tmp_path: Path) -> Callable[..., R
 
         notices: list[tuple[str, str, dict[str, Any]]] = []
         ledger = Ledger(project, clock)
+        # As the command line names it: by the vendor's word where it has one.
+        account = str(sandbox.world.account(vendor).id) if vendor == "vast" else key.account
         op = Operator(
             project=project,
             ledger=ledger,
@@ -145,7 +147,7 @@ def rig(make_sandbox: Callable[..., Sandbox], tmp_path: Path) -> Callable[..., R
             environ=environ,
             reader=lambda name: reader,
             writer=lambda name: writer,
-            account=lambda name: key.account,
+            account=lambda name: account,
             connect=link_to,
             **of_jobs(project, ledger, clock),
             notify=lambda event, subject, **facts: notices.append((event, subject, facts)),

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from gpu_skills.errors import OtherAccount
-from gpu_skills.lifecycle import machines
+from gpu_skills.errors import OtherAccount, ProviderSilent
+from gpu_skills.lifecycle import intents, machines, runs
 from gpu_skills.lifecycle.ending import release
 from gpu_skills.lifecycle.recovery import overview, reconcile
 from gpu_skills.state import budget
-from run_by_hand import ByHand
+from run_by_hand import ByHand, job
 
 both = pytest.mark.parametrize("vendor", ["vast", "runpod"])
 
@@ -58,3 +58,48 @@ def test_a_key_that_was_renewed_shows_the_machine_and_then_its_absence_counts(ri
     renewed = replace(r.op, account=lambda name: "fingerprint of the new key")
     assert release.destroy(renewed, hand.machine, why="asked", wait_s=900) == "destroyed"
     assert not r.burning()
+
+
+@both
+def test_a_record_without_an_instance_is_not_given_up_by_what_another_account_shows(rig, vendor, tmp_path):
+    r, hand, other = rented(rig, vendor, tmp_path)
+    alone = replace(hand.machine, id="m_0000000001", intent="0123456789", host="", status="requested")
+    machines.save(r.project, alone)
+    r.clock.sleep(24 * 3600)
+    report = reconcile.run(other, [vendor])
+    assert machines.find(r.project, alone.id).status != "lost" and not report.is_clear
+    reconcile.run(r.op, [vendor])
+    assert machines.find(r.project, alone.id).status == "lost"
+
+
+@both
+def test_money_reserved_in_one_account_is_not_settled_by_what_another_shows(rig, vendor, tmp_path):
+    r, hand, other = rented(rig, vendor, tmp_path)
+    r.project.path("machines.json").write_text("[]\n")
+    r.project.path(intents.JOURNAL).unlink()
+    (runs.folder(r.op) / f"{hand.approval}.json").unlink()
+    before = set(budget.open_reservations(r.project, r.op.environ))
+    for _ in range(5):
+        r.clock.sleep(1000)
+        assert not reconcile.run(other, [vendor]).is_clear
+    assert before and set(budget.open_reservations(r.project, r.op.environ)) == before
+
+
+@both
+def test_a_machine_that_is_shown_is_ended_though_nobody_says_whose_the_key_is(rig, vendor, tmp_path):
+    r, hand, _ = rented(rig, vendor, tmp_path)
+
+    def silent(name: str) -> str:
+        raise ProviderSilent(provider=name, what="whose key", reason="no answer")
+
+    assert release.destroy(replace(r.op, account=silent), hand.machine, why="asked", wait_s=0) == "terminating"
+    assert not r.burning()
+
+
+@both
+def test_what_was_never_sent_away_and_shows_again_is_not_ended_unasked(rig, vendor, tmp_path):
+    r, hand, _ = rented(rig, vendor, tmp_path)
+    job(r, hand.machine, 1800)
+    machines.update(r.project, hand.machine_id, lambda m: replace(m, status="destroyed", session=None))
+    report = reconcile.run(r.op, [vendor])
+    assert [f.what for f in report.findings if f.is_uncertain][:1] == ["reappeared"] and r.burning()

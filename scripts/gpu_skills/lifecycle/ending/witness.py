@@ -7,6 +7,7 @@ current()       the machine as it is on record now
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -87,6 +88,11 @@ def open_destroy(op: Operator, machine_id: str) -> Intent | None:
     return under_way(op, "destroy", machine_id)
 
 
+def was_sent_away(op: Operator, machine_id: str) -> bool:
+    """Whether a destroy of it was ever begun: what stood in the way of that was asked for then."""
+    return any(i.action == "destroy" and i.machine_id == machine_id for i in intents.read(op.project).values())
+
+
 def under_way(op: Operator, action: str, machine_id: str) -> Intent | None:
     """What has begun with a machine and not ended."""
     for intent in intents.read(op.project).values():
@@ -143,11 +149,13 @@ def current(op: Operator, machine: Machine) -> Machine:
 def with_instance(op: Operator, machine: Machine, seen: Instance) -> Machine:
     """The machine with the provider's id of it, learned from a label, and with when it was seen."""
     now = timestamp(op.clock.now())
-    account = ownership.account_of(op, machine.provider)
+    account = None
+    with contextlib.suppress(GpuError):  # its name matters for what is absent: what is there can be ended without it
+        account = ownership.account_of(op, machine.provider)
 
     def known(found: Machine) -> Machine:
         host = seen.instance_id if found.instance_id is None and _is_named_by(op, found, seen) else found.host
-        is_renewed = found.account not in (None, account) and _is_named_by(op, found, seen)
+        is_renewed = account is not None and found.account not in (None, account) and _is_named_by(op, found, seen)
         extra = {**found.extra, ownership.SEEN_IN: account} if is_renewed else found.extra
         return replace(found, host=host, last_seen_at=now, extra=extra)
 

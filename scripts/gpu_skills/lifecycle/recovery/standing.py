@@ -46,7 +46,11 @@ def look_at(here: Pass, machine: Machine) -> None:
 
 
 def reappeared(here: Pass, machine: Machine) -> None:
-    """What was believed gone and is there has a new record; what was sent away is sent away again."""
+    """What was believed gone and is there has a new record; what was sent away is sent away again.
+
+    One that counted as destroyed because it was not shown past its deadline was never sent away, and its jobs
+    were not asked.
+    """
     seen = next((s for s in here.shown if s.instance_id == machine.instance_id is not None), None)
     alive = [m for m in here.machines() if m.instance_id == machine.instance_id and m.status not in states.FINAL]
     if seen is None or alive or labels.ours(seen.label, here.op.project.project_id) is None:
@@ -59,8 +63,13 @@ def reappeared(here: Pass, machine: Machine) -> None:
         next_step=f"gpu reconcile --provider {here.provider}",
         is_uncertain=True,
     )
-    if machine.status == "destroyed":
+    if machine.status == "destroyed" and _may_go_again(here, machine):
         here.end(again, f"{machine.id} was destroyed and came back")
+
+
+def _may_go_again(here: Pass, machine: Machine) -> bool:
+    """Whether nothing on it stands in the way: that was asked when it was sent away, or no job was ever on it."""
+    return witness.was_sent_away(here.op, machine.id) or not here.op.ledger.jobs_on(machine.id)
 
 
 def _look_for(here: Pass, machine: Machine) -> None:
@@ -78,6 +87,7 @@ def _look_for(here: Pass, machine: Machine) -> None:
         text = "nobody knows whether it was made"
         here.say("create_unknown", text, machine=machine, next_step=step, is_uncertain=True)
         return
+    ownership.require_its_account(here.op, machine)
     machines.set_status(here.op.project, machine.id, "lost", clock=here.op.clock)
     here.say("never_seen", "it was never seen", machine=machine)
 

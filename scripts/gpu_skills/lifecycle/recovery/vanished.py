@@ -14,10 +14,10 @@ from decimal import Decimal
 from typing import Any
 
 from gpu_skills.clock import parse_timestamp, time_of, timestamp
-from gpu_skills.errors import GpuError, StateBusy
+from gpu_skills.errors import GpuError, OtherAccount, StateBusy
 from gpu_skills.lifecycle import intents, labels, machines, runs
 from gpu_skills.lifecycle.books import accounting, charged
-from gpu_skills.lifecycle.ending import absence
+from gpu_skills.lifecycle.ending import absence, ownership
 from gpu_skills.lifecycle.operator import Operator
 from gpu_skills.lifecycle.recovery.findings import Pass
 from gpu_skills.lifecycle.recovery.leftovers import IS_APPROVAL
@@ -69,6 +69,16 @@ def text_of(name: str, reserved: Open, provider: str) -> str:
 def settle(here: Pass) -> None:
     op = here.op
     for name, reserved in list(named(op, here.provider, here.shown)):
+        if reserved.reservation.account != ownership.account_of(op, here.provider):
+            problem = OtherAccount(what=reserved.machine_ids[-1], provider=here.provider)
+            here.say(
+                problem.code,
+                problem.message,
+                machine_id=reserved.machine_ids[-1],
+                next_step=problem.next_step,
+                is_uncertain=True,
+            )
+            continue
         absent_since = _absent_since(op, reserved.machine_ids[-1])
         if absent_since is None:
             here.say(
