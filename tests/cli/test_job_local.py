@@ -343,7 +343,7 @@ def test_real_jobs_leave_only_records_that_fit_their_schemas(project, gpu):
         for text in (path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()])
     ]
     described = {path.stem for path in (resources.ROOT / "schemas/jobs").glob("*.json")}
-    assert {name for name, _ in records} == described
+    assert {name for name, _ in records} == described - {"request"}  # of a deployment
     for name, record in records:
         assert schemas.problems(record, f"jobs/{name}") == [], (name, record)
         assert quick_check.fits(record, f"jobs/{name}"), (name, record)

@@ -3390,7 +3390,7 @@ def tcp_connections() -> Iterator[tuple[int, tuple[bytes, int], int, int, bool]]
                         if name == WANT_TCP_INFO and length >= 4 + 136:
                             sent_ms, _, received_ms = struct.unpack_from("=III", rest, 4 + 44)
                             sent, received = struct.unpack_from("=QQ", rest, 4 + 120)
-                            waits = received > 0 and received_ms <= sent_ms
+                            waits = received > 0 and (sent == 0 or received_ms < sent_ms)
                             yield port, (peer, peer_port), sent, received, waits
                         rest = rest[(max(length, 4) + 3) & ~3 :]
 
