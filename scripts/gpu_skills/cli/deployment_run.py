@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import click
 
@@ -16,9 +13,7 @@ from gpu_skills.cli.output import Output
 from gpu_skills.errors import UsageError
 
 if TYPE_CHECKING:
-    from gpu_skills.runtimes.base import Endpoint, Event
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+    from gpu_skills.runtimes.base import Event
 
 
 @command(
@@ -45,8 +40,9 @@ def run(
 
     Inputs are checked before anything is sent. After a lost answer the same command goes on with the same job.
     """
-    from gpu_skills.deployments import model_dir, workflows
+    from gpu_skills.deployments import model_dir, serving, workflows
     from gpu_skills.deployments import run as running
+    from gpu_skills.deployments.records import Deployment
     from gpu_skills.runtimes.base import Surroundings, runtime_of
     from gpu_skills.state import registry
 
@@ -62,7 +58,9 @@ def run(
     inputs = _inputs(given, context.cwd)
     asked = running.Asked(record, model, inputs, chosen, operation, timeout_s)
     running.checked(runtime, asked)  # before the machine is connected to
-    with _endpoint(context, record) as endpoint:
+    one = Deployment.from_record(record)
+    link = None if one.port is None or one.machine_id is None else context.machine_link(one.machine_id)
+    with serving.endpoint(context.operator, link, one) as endpoint:
         ran = running.run(
             context.project,
             context.ledger,
@@ -99,31 +97,6 @@ def _inputs(given: tuple[str, ...], cwd: Path) -> dict[str, Any]:
         is_file = value.startswith("@") and not value.startswith("@@")
         found[name] = cwd / Path(value[1:]).expanduser() if is_file else value.removeprefix("@")
     return found
-
-
-@contextlib.contextmanager
-def _endpoint(context: Context, record: dict[str, Any]) -> Iterator[Endpoint]:
-    """Where the deployment takes requests from here: what is loopback on a machine elsewhere is reached by a tunnel."""
-    from gpu_skills.remote.tunnel import open_tunnel
-    from gpu_skills.runtimes.base import Endpoint
-    from gpu_skills.state import files
-
-    url = record.get("endpoint")
-    try:
-        parts = urlsplit(url or "")
-        port = parts.port
-    except ValueError:
-        parts, port = urlsplit(""), None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{record['id']} has no endpoint to ask", next_step=f"gpu deployment show {record['id']}")
-    raw = files.read_bytes(context.project.state / "deployments" / record["id"] / "key", max_bytes=4096)
-    key = raw.decode("ascii", "replace").strip() if raw else None
-    is_elsewhere = record["provider"] != "local" and record.get("machine_id")
-    if is_elsewhere and parts.hostname in _LOOPBACK and port:
-        with open_tunnel(context.machine_link(record["machine_id"]).session, port) as base_url:
-            yield Endpoint(base_url, key)
-        return
-    yield Endpoint(str(url).rstrip("/"), key)
 
 
 def _tell(context: Context, event: Event) -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gpu_skills.errors import ConfigError, NotServed
 from gpu_skills.runtimes.base import (
@@ -20,14 +18,12 @@ from gpu_skills.runtimes.base import (
     Proof,
     Request,
     Result,
-    Served,
-    Service,
     Sink,
-    Surroundings,
     ignore,
 )
 from gpu_skills.runtimes.inputs import check
 from gpu_skills.runtimes.manifest import ModelManifest
+from gpu_skills.runtimes.none import Nothing
 from gpu_skills.runtimes.outputs import safe_name
 
 REQUEST_FILE = "gpu-request.json"
@@ -35,14 +31,8 @@ INPUTS_FOLDER = "gpu-inputs"
 MAX_FILE_BYTES = 200 * 1000**2  # a run's input; what all runs need lies on the machine
 
 
-@dataclass
-class Native:
-    around: Surroundings
-
+class Native(Nothing):
     name = "native"
-
-    def service(self, served: Served) -> Service | None:
-        return None
 
     def job(self, request: Request) -> MachineJob:
         """The job file, the inputs beside it, and the command. InputInvalid, ConfigError.
@@ -78,9 +68,3 @@ class Native:
 
     def run(self, endpoint: Endpoint, request: Request, sink: Sink, on_event: OnEvent = ignore) -> Result:
         raise NotServed(runtime=self.name, reason="serves nothing: its runs are jobs on the machine")
-
-    def interrupt(self, endpoint: Endpoint, run_id: str) -> str:
-        return "not_supported"
-
-    def facts(self, endpoint: Endpoint) -> dict[str, Any]:
-        return {}

@@ -14,6 +14,7 @@ from decimal import Decimal
 from gpu_skills.clock import timestamp
 from gpu_skills.errors import Refused, UsageError
 from gpu_skills.lifecycle import intents, labels, machines, runs, states
+from gpu_skills.lifecycle.ending import ownership
 from gpu_skills.lifecycle.labels import Label
 from gpu_skills.lifecycle.machines import Machine
 from gpu_skills.lifecycle.operator import Operator
@@ -131,7 +132,7 @@ def rebuilt(op: Operator, one: Unrecorded) -> Machine:
         machine_class=label.machine_class,
         intent=label.intent,
         plan=one.run.plan_sha256 if one.run is not None else None,
-        account=one.run.account if one.run is not None else account_directory(op, seen.provider),
+        account=one.run.account if one.run is not None else ownership.account_of(op, seen.provider),
         host_key=f"{seen.provider}:{seen.machine_id}" if seen.machine_id else None,
         created_at=made,
         ready_at=made if seen.status in ("running", "stopped", "stopping") else None,
@@ -145,10 +146,6 @@ def endpoints_of(op: Operator, seen: Instance) -> list[SshEndpoint]:
     """The ways in that carry commands, with this user's key for rented machines."""
     key = str(op.user_state / "ssh" / "id_ed25519")
     return [replace(way.endpoint, identity_file=key) for way in seen.ways if way.carries_commands]
-
-
-def account_directory(op: Operator, provider: str) -> str:
-    return budget.account_directory(provider, op.account(provider), op.environ).name
 
 
 # runs of a state directory that is gone -----------------------------------------------------------------------------
