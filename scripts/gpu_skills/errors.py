@@ -648,7 +648,7 @@ class NotOwned(Refused):
 
 
 class AlreadyGone(Refused):
-    code = "machine_gone"
+    code = "machine_already_gone"
     template = "machine {machine} is {status}"
     next_step = "gpu machine ls"
 

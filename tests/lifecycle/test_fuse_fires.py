@@ -20,7 +20,7 @@ from sandbox_fixture import eventually, ssh
 
 BOTH = pytest.mark.parametrize("vendor", ["vast", "runpod"])
 # A look every two seconds, the call, and a computer that does other things.
-LATE_S = 6.0
+LATE_S = 15.0
 
 
 @pytest.fixture

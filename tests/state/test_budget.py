@@ -329,6 +329,18 @@ def test_a_reservation_and_the_machine_of_its_newest_attempt_are_one_machine(pro
         reserve(project, clock, 1, "i2", limits)
 
 
+def test_a_machine_that_its_reservation_does_not_name_yet_is_no_second_one(project, clock):
+    """Another launch may look between the two writes."""
+    directory = reserve(project, clock, 1).account
+    asked_for = {"id": "m_1", "provider": "vast", "status": "requested", "approval_id": "i1"}
+    registry.put(project, "machines", asked_for, clock=clock)
+    assert now(project, clock).spent.machines == 1
+    budget.note_attempt(project, clock, intent="i1", directory=directory, machine_id="m_1")
+    registry.put(project, "machines", {**asked_for, "id": "m_2"}, clock=clock)
+    registry.put(project, "machines", {**asked_for, "status": "destroyed"}, clock=clock)
+    assert now(project, clock).spent.machines == 1
+
+
 def test_a_run_that_goes_on_does_not_count_its_own_machines_against_itself(project, clock):
     limits = policy.combine([("project", {"ceilings": {"machines": 1}})])
     directory = reserve(project, clock, 1, limits=limits).account

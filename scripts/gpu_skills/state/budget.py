@@ -93,7 +93,7 @@ def books(
         day_usd=day + sum((s.usd for s in others if s.day >= today), Decimal(0)),
         month_usd=booked.total_usd + sum((s.usd for s in others if s.day >= first), Decimal(0)),
         session_usd=journal.reserved_usd(r for r in reservations if session and session in (r.intent, r.session)),
-        machines=len((_billing(project) | {accounts.machine_of(r) for r in reservations}) - asked_for),
+        machines=len((_billing(project, accounts) | {accounts.machine_of(r) for r in reservations}) - asked_for),
         job_usd=sum(
             (
                 _of_job(one, project, ledger, reservations, accounts, on_machines)
@@ -401,12 +401,20 @@ def _journal_in(directory: str, environ: Mapping[str, str]) -> Path:
     return _accounts(environ) / directory / "journal.jsonl"
 
 
-def _billing(project: Project) -> set[tuple[str, str]]:
-    return {
-        (project.project_id, record["id"])
-        for record in registry.load(project, "machines")
-        if record["status"] in BILLING and record["provider"] not in registry.OWN_HOSTS
-    }
+def _billing(project: Project, accounts: _Accounts) -> set[tuple[str, str]]:
+    """Machines on record that may bill. One that its reservation does not name yet, which is written right after the
+    record, counts as what the reservation counts as: it is one machine.
+    """
+    found = set()
+    for record in registry.load(project, "machines"):
+        if record["status"] not in BILLING or record["provider"] in registry.OWN_HOSTS:
+            continue
+        counted, paid_by = record["id"], record.get("approval_id")
+        if isinstance(paid_by, str) and record["status"] in ("requested", "booting"):
+            named = accounts.machines.get(paid_by) or {paid_by: None}
+            counted = counted if counted in named else next(reversed(named))
+        found.add((project.project_id, counted))
+    return found
 
 
 @dataclass(frozen=True)

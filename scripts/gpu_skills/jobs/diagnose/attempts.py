@@ -40,7 +40,7 @@ def failed_alike(project: Project, ledger: Ledger, line: Mapping[str, Any], fail
             continue
         if not _overlap(line, other) and _class_of(project, other) == failure:
             alike.append(other)
-    alike.sort(key=_moment)
+    alike.sort(key=lambda one: (_moment(one), one["id"]))  # two may start within one second
     return Attempts(tuple(one["id"] for one in alike), sum((usd(one.get("cost_usd") or 0) for one in alike), usd(0)))
 
 
